@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -33,15 +34,17 @@ from mixedkv.server.api import (
     tokenizing,
 )
 from mixedkv.server.api_error import ApiError
+from mixedkv.server.http.auth import Keys
 from mixedkv.server.http.body_limit import BodyLimit
+from mixedkv.server.http.body_parser import BodyParser
 from mixedkv.server.http.origin import OwnPagesOnly
 from mixedkv.server.http.short_paths import ShortPaths
 from mixedkv.server.pending import Disconnected
+from mixedkv.server.settings import ServerSettings
 from mixedkv.server.shared_text import SharedText
 from mixedkv.server.snapshot import metrics_text
 from mixedkv.server.state import ServerState, check_generates
 from mixedkv.server.unknown_fields import SaidOnce
-from mixedkv.server.used_models import ModelUse
 
 log = logging.getLogger("mixedkv.server")
 
@@ -50,53 +53,69 @@ _MAX_PARAM = 200  # characters to quote, as names of unknown fields are the clie
 _GONE = 499  # nginx' status for a client that disconnected; nobody reads it
 
 
+_GENERATE = (  # modules of endpoints that need a model which generates text
+    chat_completions,
+    completions,
+    context,
+    kept_responses,
+    llama_server,
+    messages,
+    ollama,
+    responses,
+    tokenizing,
+)
+_OTHERS = (cached_messages, embeddings, info, ollama_models, pages, rerank)
+
+
 def make_app(server: ServerState) -> FastAPI:
-    app = _App(
-        title="mixedkv",
-        version=__version__,
-        description=_DESCRIPTION,
-        lifespan=_lifespan,
-        docs_url=None,  # these pages load scripts from outside
-        redoc_url=None,
-    )
+    """Return the application of a model and its adapters."""
+    app = App(_lifespan)
     app.state.server, app.state.said = server, SaidOnce()
     app.state.metrics_text = SharedText(partial(metrics_text, server))
-    for module in (
-        chat_completions,
-        completions,
-        context,
-        kept_responses,
-        llama_server,
-        messages,
-        ollama,
-        responses,
-        tokenizing,
-    ):
+    include_endpoints(app)
+    dress(app, server.settings, server.keys, server.metrics.http)
+    return app
+
+
+def include_endpoints(app: FastAPI) -> None:
+    """Add the endpoints of all APIs."""
+    for module in _GENERATE:
         app.include_router(module.router, dependencies=[Depends(check_generates)])
-    for module in (cached_messages, embeddings, info, ollama_models, pages, rerank):
+    for module in _OTHERS:
         app.include_router(module.router)
+
+
+def all_routes() -> list[APIRoute]:
+    """Return the routes of all APIs."""
+    routes = (route for module in (*_GENERATE, *_OTHERS) for route in module.router.routes)
+    return [route for route in routes if isinstance(route, APIRoute)]
+
+
+def dress(app: FastAPI, settings: ServerSettings, keys: Keys, count: Any) -> None:
+    """Add what stands around all endpoints: answers to errors, limits, keys, and who may call from where.
+    `count` counts answers.
+    """
+    app.state.large_bodies = BodyParser()
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Disconnected, _on_disconnect)
     app.add_exception_handler(OSError, _on_os_error)
     app.add_exception_handler(Exception, _on_bug)
-    app.add_middleware(ModelUse, residence=server.residence)
-    max_bytes = int(server.settings.max_body_mb * 1e6)
     app.add_middleware(
         BodyLimit,
-        max_bytes=max_bytes,
-        read_seconds=server.settings.read_timeout,
-        seconds=server.settings.request_timeout,
-        keys=server.keys,
-        count=server.metrics.http,
+        max_bytes=int(settings.max_body_mb * 1e6),
+        read_seconds=settings.read_timeout,
+        seconds=settings.request_timeout,
+        keys=keys,
+        count=count,
     )
-    origins = server.settings.cors_origin
-    if not server.keys:
+    origins = settings.cors_origin
+    if not keys:
         app.add_middleware(
             OwnPagesOnly,
-            local_only=server.settings.local_only,
-            hosts=server.settings.allowed_host,
+            local_only=settings.local_only,
+            hosts=settings.allowed_host,
             origins=origins,
         )
     if origins:
@@ -108,10 +127,21 @@ def make_app(server: ServerState) -> FastAPI:
             expose_headers=["x-request-id", "retry-after", "x-ignored-fields"],
         )
     app.add_middleware(ShortPaths)
-    return app
 
 
-class _App(FastAPI):
+class App(FastAPI):
+    """An application with our title, and without pages that load scripts from outside."""
+
+    def __init__(self, lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> None:
+        super().__init__(
+            title="mixedkv",
+            version=__version__,
+            description=_DESCRIPTION,
+            lifespan=lifespan,
+            docs_url=None,
+            redoc_url=None,
+        )
+
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI schema. Unless the server is strict, bodies may have unknown fields."""
         schema = super().openapi()
@@ -125,7 +155,6 @@ class _App(FastAPI):
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     server: ServerState = app.state.server
     server.delivery.begin()
-    server.residence.begin()
     server.contexts.start()
     server.ready = True
     yield

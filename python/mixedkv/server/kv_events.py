@@ -15,7 +15,7 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -173,9 +173,8 @@ class _Publisher:
     """Publishes the events of one engine, under a topic of its own."""
 
     topic: bytes
-    engine: Callable[[], Engine | None]
+    engine: Engine
     blocks: HeldBlocks = field(default_factory=HeldBlocks)
-    last: Engine | None = None
     n_sent: int = 0
 
 
@@ -184,13 +183,13 @@ class KVEvents:
 
     Args:
         endpoint: ZeroMQ address to listen on: tcp://HOST:PORT or ipc://PATH.
-        engines: engines by the topic of their messages; None while a model is not loaded.
+        engines: engines by the topic of their messages.
 
     Raises:
         ValueError: the server cannot listen there.
     """
 
-    def __init__(self, endpoint: str, engines: Mapping[str, Callable[[], Engine | None]]) -> None:
+    def __init__(self, endpoint: str, engines: Mapping[str, Engine]) -> None:
         self._publishers = [_Publisher(topic.encode(), engine) for topic, engine in engines.items()]
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)
@@ -242,16 +241,11 @@ class KVEvents:
 
     def _tell(self, one: _Publisher) -> None:
         """Publish the changes. An engine that has ended holds nothing; the others continue."""
-        engine = one.engine()
-        if engine is not one.last and one.blocks.forget():  # the model was loaded again: its context is empty
-            self._send(one, [AllBlocksCleared()])
-        one.last = engine
-        if engine is not None:
-            with suppress(ClosedError):
-                held = engine.call(lambda: one.blocks.look(engine.pool.held()))
-                if events := one.blocks.changes(held.result()):
-                    self._send(one, events)
-                return
+        with suppress(ClosedError):
+            held = one.engine.call(lambda: one.blocks.look(one.engine.pool.held()))
+            if events := one.blocks.changes(held.result()):
+                self._send(one, events)
+            return
         if one.blocks.forget():
             self._send(one, [AllBlocksCleared()])
 

@@ -14,7 +14,7 @@ from mixedkv.engine.schedule.progress import Progress
 
 _FIRST = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 30, 60, 120)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
-_SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 300, 600)
+SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 300, 600)
 _STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _RATE_WINDOW = 10.0  # seconds over which tokens per second are averaged
 WINDOW = 1000  # number of latest requests to remember
@@ -53,7 +53,7 @@ class Metrics(Observer):
         self.e2e = Histogram(
             "mixedkv:e2e_request_latency_seconds",
             "Seconds from the request to the end of the answer.",
-            buckets=_SECONDS,
+            buckets=SECONDS,
             **r,
         )
         self.queue = Histogram(
@@ -141,7 +141,7 @@ class Metrics(Observer):
         self.embedding_seconds = Histogram(
             "mixedkv:embedding_request_latency_seconds",
             "Seconds of a request for vectors.",
-            buckets=_SECONDS,
+            buckets=SECONDS,
             **r,
         )
         self.embedding_slices = Histogram(
@@ -149,15 +149,6 @@ class Metrics(Observer):
             "Seconds that running answers wait for a slice of embedding work.",
             buckets=_STEP,
             **r,
-        )
-        self.models_loaded = Gauge("mixedkv:models_loaded", "Models in memory, adapters not counted.", **r)
-        self.model_loads = Counter("mixedkv:model_loads", "Models that were loaded.", ["model"], **r)
-        self.model_unloads = Counter("mixedkv:model_unloads", "Models that were unloaded.", ["model"], **r)
-        self.model_load_failures = Counter(
-            "mixedkv:model_load_failures", "Models that could not be loaded.", ["model"], **r
-        )
-        self.model_load_seconds = Histogram(
-            "mixedkv:model_load_seconds", "Seconds to load a model.", buckets=_SECONDS, **r
         )
         self.by_tenant = by_tenant
         self.tenant_prompts = Counter(
@@ -172,9 +163,7 @@ class Metrics(Observer):
         self.tenant_generated = Counter(
             "mixedkv:tenant_generation_tokens", "Tokens generated, by tenant.", ["tenant"], **r
         )
-        self.http = Counter(
-            "mixedkv:http_requests", "HTTP requests by path and status.", ["path", "status"], **r
-        )
+        self.http = http_counter(self.registry)
         self.recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._tokens: deque[tuple[float, int, int]] = deque()  # time, generated, evaluated
         self._hits = {"context": 0, "ram": 0, "disk": 0, "remote": 0}
@@ -306,23 +295,10 @@ class Metrics(Observer):
             }
         )
 
-    # --- of the residence ---
-
-    def model_loaded(self, name: str, seconds: float) -> None:
-        self.model_loads.labels(name).inc()
-        self.model_load_seconds.observe(seconds)
-
-    def model_unloaded(self, name: str) -> None:
-        self.model_unloads.labels(name).inc()
-
-    def model_failed(self, name: str) -> None:
-        self.model_load_failures.labels(name).inc()
-
     # --- gauges ---
 
-    def set_gauges(self, snapshots: Sequence[dict[str, Any]], n_loaded: int) -> None:
+    def set_gauges(self, snapshots: Sequence[dict[str, Any]]) -> None:
         """Set the gauges from snapshots of all models: sums, but for the store's folder, which all share."""
-        self.models_loaded.set(n_loaded)
         caches, requests = ([now[part] for now in snapshots] for part in ("cache", "requests"))
         self.running.set(_sum(requests, "running"))
         self.waiting.set(_sum(requests, "waiting"))
@@ -363,6 +339,12 @@ class Metrics(Observer):
         hits = dict(self._hits)
         n = self._n_queries
         return {"queries_tokens": n, "hits_tokens": hits, "hit_rate": sum(hits.values()) / n if n else 0.0}
+
+
+def http_counter(registry: CollectorRegistry) -> Counter:
+    """Return the counter of answers."""
+    labels = ["path", "status"]
+    return Counter("mixedkv:http_requests", "HTTP requests by path and status.", labels, registry=registry)
 
 
 def _sum(parts: Sequence[dict[str, Any]], name: str) -> float:

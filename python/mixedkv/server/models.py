@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mixedkv.bundled import model_path
+from mixedkv.engine.embed.embedding_context import only_embeds
 from mixedkv.limits import INT32_MAX
+from mixedkv.model.gguf_file import ModelFile
 from mixedkv.model.named_model import find_model, is_of_hub
 from mixedkv.server.settings import ServerSettings
 
@@ -66,6 +68,40 @@ def served_models(settings: ServerSettings) -> list[ServedModel]:
                 n_ctx, scale = sizes.get(own, size), scales.get(own, 1.0)
                 out.append(ServedModel(own, path, n_ctx, file, parent, scale=scale))
     return out
+
+
+def check_adapters(models: Sequence[ServedModel], file: ModelFile) -> None:
+    """Check that a model that has adapters generates text.
+
+    Raises:
+        ValueError: it only embeds.
+    """
+    if len(models) > 1 and only_embeds(file):
+        raise ValueError(f"lora: {models[0].name!r} only embeds texts, adapters are for models that answer")
+
+
+def check_keeps(settings: ServerSettings, files: Sequence[ModelFile]) -> None:
+    """Check that a model generates text where KV is to be kept.
+
+    Raises:
+        ValueError: they all only embed.
+    """
+    keeps = settings.store or settings.store_remote or settings.warm or settings.warm_text
+    if keeps and all(map(only_embeds, files)):
+        raise ValueError(
+            "store, store_remote, warm: this model generates nothing, it has no KV to keep: serve it without"
+        )
+
+
+def check_files(model: ServedModel) -> None:
+    """Check that the files of a model that is loaded later exist.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+    """
+    for option, path in (("lora", model.adapter), ("mmproj", model.mmproj)):
+        if path and not Path(path).is_file():
+            raise FileNotFoundError(f"{option}={model.name}={path}: there is no such file")
 
 
 def _model(given: str, i: int, settings: ServerSettings) -> tuple[str, Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 from mixedkv.engine.connect.store_connector import StoreConnector
@@ -12,36 +13,27 @@ from mixedkv.errors import ClosedError
 from mixedkv.store import KVStore, MessageInfo
 
 
+@dataclass(frozen=True)
 class ModelKV:
-    """The KV of one model: in its store, and in its context while it is loaded."""
+    """The KV of one model: in its store, and in its context."""
 
-    def __init__(self, store: KVStore | None) -> None:
-        self.store = store
-        self._engine: Engine | None = None
-        self._connector: StoreConnector | None = None
-
-    def attach(self, engine: Engine, connector: StoreConnector | None) -> None:
-        """Include the engine's context from now on."""
-        self._engine, self._connector = engine, connector
-
-    def detach(self) -> None:
-        """Detach the engine, whose context is about to be freed."""
-        self._engine = self._connector = None
+    store: KVStore | None
+    engine: Engine
+    connector: StoreConnector | None
 
     def forget_session(self, tenant: str, session: str) -> None:
         """Drop a session's rows in the context."""
-        engine = self._engine
-        if engine is not None and engine.alive:
-            with suppress(ClosedError):  # the model is being unloaded
-                engine.call(partial(engine.pool.forget, tenant, session)).result()
+        if self.engine.alive:
+            with suppress(ClosedError):  # it is being closed
+                self.engine.call(partial(self.engine.pool.forget, tenant, session)).result()
 
     def forget_message(self, tenant: str, message_id: str) -> int:
         """Remove a message's KV; return how many entries of the store."""
         if self.store is None:
             return 0
-        if (connector := self._connector) is not None:
+        if self.connector is not None:
             with suppress(ClosedError):
-                return connector.forget_message(tenant, message_id)
+                return self.connector.forget_message(tenant, message_id)
         return self.store.messages.remove(message_id, tenant)
 
 
@@ -53,10 +45,9 @@ class SessionKV:
     def __init__(self) -> None:
         self._models: list[ModelKV] = []
 
-    def add(self, store: KVStore | None) -> ModelKV:
+    def add(self, model: ModelKV) -> None:
         """Add one more model."""
-        self._models.append(ModelKV(store))
-        return self._models[-1]
+        self._models.append(model)
 
     @property
     def _stores(self) -> list[KVStore]:

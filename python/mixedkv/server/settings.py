@@ -111,14 +111,14 @@ class ServerSettings(BaseSettings):
     lora_scale: Several = _option((), "strength of an adapter, e.g. 0.5 (default: 1)", "NAME=X")
     keep_alive: str = _option(
         "",
-        "load a model when a request names it, and unload it after this long without requests, e.g. 5m; "
-        "-1: never unload (default: load all at the start)",
+        "end a model's process after this long without requests, e.g. 5m; the next request that names the "
+        "model starts it (default: never; one model without this has no process of its own)",
         "TIME",
     )
     max_loaded: int = _option(
         0,
         "most models in memory at a time; they are loaded when a request names them, and the least recently "
-        "used one is unloaded (default: any number)",
+        "used one leaves (default: any number)",
         "N",
         0,
         10_000,
@@ -329,7 +329,9 @@ class ServerSettings(BaseSettings):
     )
     warm: str = _option("", "file of JSON lines with prompts (or messages) to evaluate at the start", "FILE")
     restart_when_stuck: bool = _option(
-        False, "end the process when the engine is stuck, for a supervisor to start it again"
+        False,
+        "end the process when the engine is stuck or the model's file has changed, for a supervisor to start "
+        "it again",
     )
     access_log: bool = _option(False, "log a line for each answer: id, route, status, bytes, seconds")
     verbose: bool = _option(False, "show llama.cpp's log")
@@ -417,9 +419,9 @@ class ServerSettings(BaseSettings):
         return {name: value for name, value in given.items() if value is not None}
 
     @property
-    def on_demand(self) -> bool:
-        """True if models are loaded when requests name them, and unloaded later."""
-        return bool(self.keep_alive or self.max_loaded)
+    def routed(self) -> bool:
+        """True if models are processes behind a router, which start when requests name them."""
+        return bool(len(self.model) > 1 or self.keep_alive or self.max_loaded)
 
     @property
     def keep_alive_seconds(self) -> float:

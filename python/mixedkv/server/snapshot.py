@@ -11,7 +11,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mixedkv.engine.engine import Engine
-from mixedkv.errors import ClosedError
 from mixedkv.kv.stats import KVStats
 from mixedkv.server.metrics import WINDOW
 
@@ -24,49 +23,41 @@ _SESSION_SECONDS = 1.0  # seconds that the metrics wait for the database of sess
 _NO_CACHE = KVStats.without_rows(0, 0, by_layer=True)
 
 
-def snapshot(server: ServerState, engine: Engine | None) -> dict[str, Any]:
-    """Return all numbers of a model for all tenants; `sequences` and `recent` have the tenant of each entry.
-    For a model that is not in memory return what its store holds.
-    """
+def snapshot(server: ServerState) -> dict[str, Any]:
+    """Return a model's numbers for all tenants; `sequences` and `recent` have the tenant of each entry."""
+    engine = server.engine
     return {
         "object": "stats",
         "model": server.model_name,
         "parent": server.parent,
-        "loaded": engine is not None,
+        "loaded": True,
         "uptime_seconds": time.time() - _STARTED,
-        "requests": _requests(server, engine),
+        "requests": {
+            "running": engine.n_running,
+            "waiting": engine.n_queued,
+            "parallel": engine.parallel,
+            "max_queue": server.settings.max_queue,
+        },
         "engine": {
-            "steps": engine.n_steps if engine is not None else 0,
+            "steps": engine.n_steps,
             **server.metrics.rates(),
-            "speculation": engine.speculation.stats() if engine is not None else None,
+            "speculation": engine.speculation.stats(),
         },
         **_held(server, engine),
-        "store": _store(server, engine),
+        "store": engine.connector_stats(),
         "recent": list(reversed(server.metrics.recent)),
     }
 
 
-def _requests(server: ServerState, engine: Engine | None) -> dict[str, Any]:
-    """Count running and waiting requests; requests that wait for the model to be loaded are waiting."""
-    settings, waiters = server.settings, len(server.group.waiters) if not server.parent else 0
-    return {
-        "running": engine.n_running if engine is not None else 0,
-        "waiting": waiters + (engine.n_queued if engine is not None else 0),
-        "parallel": engine.parallel if engine is not None else settings.parallel,
-        "max_queue": settings.max_queue,
-    }
-
-
-def _held(server: ServerState, engine: Engine | None) -> dict[str, Any]:
+def _held(server: ServerState, engine: Engine) -> dict[str, Any]:
     """Return what the context holds: in total, by sequence and by layer."""
     kv = _cache(server, engine)
     natives = {seq.seq_id: seq for seq in kv.sequences}
-    held = engine.pool.held() if engine is not None else []
-    points = engine.pool.checkpoints if engine is not None else []
+    held, points = engine.pool.held(), engine.pool.checkpoints
     return {
         "cache": {
-            "kv": kv.kv if engine is not None else server.kv,
-            "n_ctx": engine.n_ctx if engine is not None else server.facts["n_ctx"] or 0,
+            "kv": kv.kv,
+            "n_ctx": engine.n_ctx,
             "cells_used": kv.tokens,
             "tokens_hot": kv.tokens_hot,
             "tokens_cold": kv.tokens_cold,
@@ -89,7 +80,7 @@ def _held(server: ServerState, engine: Engine | None) -> dict[str, Any]:
             "tokens_running": sum(len(seq.tokens) for seq in held if seq.running),
             "sequences_running": sum(seq.running for seq in held),
             "sequences_idle": sum(not seq.running for seq in held),
-            "evictions": engine.pool.n_evicted if engine is not None else 0,
+            "evictions": engine.pool.n_evicted,
             **server.metrics.cache(),
         },
         "sequences": [_sequence(seq, natives.get(seq.id)) for seq in held],
@@ -97,15 +88,9 @@ def _held(server: ServerState, engine: Engine | None) -> dict[str, Any]:
     }
 
 
-def _store(server: ServerState, engine: Engine | None) -> dict[str, Any] | None:
-    if engine is not None:
-        return engine.connector_stats()
-    return None if server.store is None else {**asdict(server.store.stats()), "waiting_to_be_stored": 0}
-
-
-def _cache(server: ServerState, engine: Engine | None) -> KVStats:
-    """Return the cache's stats; `_NO_CACHE` if the model is not in memory, only embeds, or has no rows."""
-    if engine is not None and server.generates:
+def _cache(server: ServerState, engine: Engine) -> KVStats:
+    """Return the cache's stats; `_NO_CACHE` if the model only embeds or has no rows."""
+    if server.generates:
         with contextlib.suppress(LookupError):
             return engine.llm.kv.stats(by_layer=True)
     return _NO_CACHE
@@ -116,11 +101,11 @@ async def metrics_text(server: ServerState) -> tuple[bytes, float]:
     loop. Time taken by other processes is not counted, as it would only keep an old text longer.
     """
     seconds = 0.0
-    models = [(each, each.loaded.engine if each.loaded is not None else None) for each in server.all]
-    if alive := [(each, engine) for each, engine in models if engine is None or engine.alive]:
-        taken = await asyncio.wait_for(asyncio.gather(*(_take(*each) for each in alive)), 30)
+    if alive := [each for each in server.all if each.engine.alive]:
+        work = (asyncio.wrap_future(each.engine.call(partial(_timed_snapshot, each))) for each in alive)
+        taken = await asyncio.wait_for(asyncio.gather(*work), 30)
         seconds = sum(took for _, took in taken)
-        server.metrics.set_gauges([now for now, _ in taken], server.residence.n_loaded)
+        server.metrics.set_gauges([now for now, _ in taken])
     with contextlib.suppress(OSError, ValueError, asyncio.TimeoutError):  # the last known ones stay
         held = await asyncio.wait_for(server.contexts.held(), _SESSION_SECONDS)
         server.metrics.sessions.set(held.sessions)
@@ -130,16 +115,9 @@ async def metrics_text(server: ServerState) -> tuple[bytes, float]:
     return text, seconds + time.thread_time() - began
 
 
-async def _take(server: ServerState, engine: Engine | None) -> tuple[dict[str, Any], float]:
-    if engine is not None:
-        with contextlib.suppress(ClosedError):  # the model is being unloaded
-            return await asyncio.wrap_future(engine.call(partial(_timed_snapshot, server, engine)))
-    return _timed_snapshot(server, None)
-
-
-def _timed_snapshot(server: ServerState, engine: Engine | None) -> tuple[dict[str, Any], float]:
+def _timed_snapshot(server: ServerState) -> tuple[dict[str, Any], float]:
     began = time.thread_time()
-    return snapshot(server, engine), time.thread_time() - began
+    return snapshot(server), time.thread_time() - began
 
 
 def of_tenant(now: dict[str, Any], owner: str) -> dict[str, Any]:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from starlette.requests import Request
@@ -19,17 +16,15 @@ from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.engine import Engine
 from mixedkv.errors import QueueFullError
 from mixedkv.images import Projector
-from mixedkv.model.fingerprint import model_header
 from mixedkv.server.api_error import ApiError, bad_request, from_engine, no_key
 from mixedkv.server.delivery import Delivery
+from mixedkv.server.described import Described
 from mixedkv.server.http.auth import Keys, MetricsKey
 from mixedkv.server.http.body_limit import DEADLINE, TENANT
 from mixedkv.server.metrics import Metrics
 from mixedkv.server.pools import LARGE, Pools
-from mixedkv.server.residence import ModelGroup, Residence
 from mixedkv.server.session_kv import SessionKV
 from mixedkv.server.settings import ServerSettings
-from mixedkv.server.used_models import used_models
 from mixedkv.server.watchdog import Watchdog
 from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager, Quota
 from mixedkv.store import KVStore
@@ -48,49 +43,26 @@ class ModelInMemory:
 
 
 @dataclass(kw_only=True)
-class ServerState:
-    """One model of a running server, by default the first one. Without `generates` it can only embed.
+class ServerState(Described):
+    """One model of a running server with what all share, by default the model; the others are adapters on it.
 
     Args:
-        parent: the model that this one is an adapter of.
-        path: the model's file.
-        group: the model with its adapters, which are loaded together.
-        store: store that keeps its KV, also while it is not loaded.
-        others: the other models by name; only in the default model's state.
-
-    Attributes:
-        loaded: None while the model is not in memory.
-        kv, facts, capabilities, chat_template: its description; only what its file says until it was loaded
-            once. Capabilities are in Ollama's terms.
-        sampling: fields of `Sampling` for requests that do not set them.
+        store: store that keeps its KV.
+        others: the adapters by name; only in the model's state.
     """
 
-    settings: ServerSettings
-    model_name: str
-    path: Path
     delivery: Delivery
     keys: Keys
     metrics: Metrics
     contexts: ContextCacheManager
     session_kv: SessionKV
     pools: Pools
-    residence: Residence
-    group: ModelGroup
     watchdog: Watchdog
     store: KVStore | None = None
-    generates: bool = True
-    ranks: bool = False
     metrics_key: MetricsKey | None = None
-    parent: str = ""
-    others: dict[str, ServerState] = field(default_factory=dict)
     ready: bool = False
-    loaded: ModelInMemory | None = None
-    kv: str = ""
-    facts: dict[str, Any] = field(default_factory=dict)
-    capabilities: list[str] = field(default_factory=list)
-    chat_template: str = ""
-    sampling: dict[str, Any] = field(default_factory=dict)
-    created: int = field(default_factory=lambda: int(time.time()))
+    in_memory: ModelInMemory = field(init=False, repr=False)
+    others: dict[str, ServerState] = field(default_factory=dict)
 
     @property
     def all(self) -> list[ServerState]:
@@ -99,52 +71,36 @@ class ServerState:
 
     @property
     def engines(self) -> list[Engine]:
-        """Engines of all models of the server that are in memory."""
-        return [each.loaded.engine for each in self.all if each.loaded is not None]
+        """Engines of all models of the server."""
+        return [each.engine for each in self.all]
 
     @property
     def engine(self) -> Engine:
-        """The engine of a model that is in memory, as models from `loaded_model` are."""
-        if self.loaded is None:
-            raise RuntimeError(f"{self.model_name!r} is not loaded: this is a bug, please report it")
-        return self.loaded.engine
+        return self.in_memory.engine
 
     @property
     def embedder(self) -> Embedder | None:
-        return self.loaded.embedder if self.loaded is not None else None
+        return self.in_memory.embedder
 
     @property
     def projector(self) -> Projector | None:
-        return self.loaded.projector if self.loaded is not None else None
+        return self.in_memory.projector
+
+    @property
+    def stuck_seconds(self) -> float:
+        """Seconds that an engine has been without a step while it is stuck; 0 if none is."""
+        return self.watchdog.stuck_seconds
+
+    def reload(self) -> None:
+        """Do nothing, as there are no other processes."""
 
     async def drain(self, seconds: float) -> bool:
         """Refuse new requests and let the others finish, at all models; return whether they did within the
         time.
         """
-        self.residence.refuse()
-        loaded = [model.loaded for model in self.all if model.loaded is not None]
-        drains = [asyncio.to_thread(each.engine.drain, seconds) for each in loaded]
-        drains += [each.embedder.drain(seconds) for each in loaded if each.embedder is not None]
+        drains = [asyncio.to_thread(each.engine.drain, seconds) for each in self.all]
+        drains += [each.embedder.drain(seconds) for each in self.all if each.embedder is not None]
         return all(await asyncio.gather(*drains))
-
-    async def off_loop(self, work: Future[_T]) -> _T:
-        """Wait for work that needs the model and runs on another thread. The model stays in memory until it
-        is over, even if its request ends before.
-        """
-        self.residence.hold_during(self.group, work)
-        return await asyncio.wrap_future(work)
-
-    def file_metadata(self) -> dict[str, Any]:
-        """Return the metadata of the model's file, whether the model is in memory or not.
-
-        Raises:
-            ApiError: 503, the file cannot be read.
-        """
-        try:
-            return dict(model_header(self.path).metadata)
-        except (ValueError, OSError):
-            message = f"the file of the model {self.model_name!r} cannot be read"
-            raise ApiError(503, message, param="model", code="model_not_loaded") from None
 
     @property
     def fingerprint(self) -> str:
@@ -222,23 +178,6 @@ def model_of(
     return found
 
 
-async def loaded_model(
-    request: Request, name: str | None, *, generates: bool = True, keep_alive: float | None = None
-) -> ServerState:
-    """Wait until the model that `model_of` finds is loaded. It stays in memory until the request is answered.
-
-    Args:
-        keep_alive: seconds that it stays in memory after that; None for the server's default.
-
-    Raises:
-        ApiError: 404 or 400 as in `model_of`; 503, the model cannot be loaded; 429, too many requests wait
-            for it.
-    """
-    server = model_of(request, name, generates=generates)
-    await used_models(request).add(request, server.group, tenant(request), keep_alive)
-    return server
-
-
 def _only_embeds(server: ServerState) -> ApiError:
     what = "ranks texts: use /v1/rerank" if server.ranks else "embeds texts: use /v1/embeddings"
     return bad_request(
@@ -288,7 +227,7 @@ async def read_prompt(
     pool = pools.large_prompts if large else pools.prompts
     try:
         with server.engine.room.preparing(owner):
-            return await server.off_loop(pool.submit(owner, function, server, *args))
+            return await asyncio.wrap_future(pool.submit(owner, function, server, *args))
     except QueueFullError as error:
         raise from_engine(error) from None
 
@@ -307,7 +246,7 @@ async def json_answer(server: ServerState, answer: Answer | Callable[[], Answer]
     """
     if not callable(answer):
         return JSONResponse(answer)
-    encoded = await server.off_loop(server.pools.answers.submit(_encode_choices, answer))
+    encoded = await asyncio.wrap_future(server.pools.answers.submit(_encode_choices, answer))
     return Response(encoded, media_type="application/json")
 
 

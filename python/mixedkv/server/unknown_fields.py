@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 
@@ -23,48 +24,48 @@ _AS_ALWAYS = ("auto", "default", "standard_only")  # values that ask for the def
 _MOST = 200  # names that are logged, as clients can make any number up
 
 
-def read_tolerantly(model: type[_M], value: Any) -> tuple[_M, list[str]]:
-    """Parse `value`. Return the result and the names of fields that `model` does not have, at any depth:
-    `messages[].mood`. These are not part of the result.
+class Fields(NamedTuple):
+    """The names of a body's fields that have no effect, at any depth: `messages[].mood`."""
+
+    unknown: set[str]
+    idle: set[str]  # known fields that ask for something, and what the body has dropped
+
+
+def read_fields(model: type[_M], value: Any, strict: bool) -> tuple[_M, Fields]:
+    """Parse `value`. Unknown fields are not part of the result. If `strict`, they are errors.
 
     Raises:
         ValidationError: a known field is wrong.
     """
-    found = model.model_validate(value, extra="allow")
-    return found, sorted(set(_take_off(found, "")))
+    found = model.model_validate(value, extra=None if strict else "allow")
+    fields = Fields(set(), set(getattr(found, "dropped", ())))
+    _look(found, "", fields)
+    return found, fields
 
 
-def _take_off(found: BaseModel, path: str) -> Iterator[str]:
+def _look(found: BaseModel, path: str, fields: Fields) -> None:
     if extra := found.__pydantic_extra__:
-        yield from [path + name for name in extra]
+        fields.unknown.update(path + name for name in extra)
         extra.clear()
-    for name in found.model_fields_set & type(found).model_fields.keys():
+    ignored = _ignored(type(found))
+    for name in found.model_fields_set:
+        if name not in ignored:  # an unknown one
+            continue
         value = getattr(found, name)
-        if isinstance(value, BaseModel):
-            yield from _take_off(value, f"{path}{name}.")
-        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
-            for each in value:
-                if isinstance(each, BaseModel):
-                    yield from _take_off(each, f"{path}{name}[].")
-
-
-def without_effect(body: BaseModel, path: str = "") -> set[str]:
-    """Return the names of known fields that ask for something but have no effect here, and of what the body
-    has dropped.
-    """
-    found = set(getattr(body, "dropped", ()))
-    for name in body.model_fields_set & type(body).model_fields.keys():
-        value = getattr(body, name)
-        description = type(body).model_fields[name].description or ""
-        if description.startswith(IGNORED) and value and value not in _AS_ALWAYS:
-            found.add(path + name)
+        if ignored[name]:
+            if value and value not in _AS_ALWAYS:
+                fields.idle.add(path + name)
+        elif isinstance(value, list):
+            for each in value if value and isinstance(value[0], BaseModel) else ():
+                _look(each, f"{path}{name}[].", fields)
         elif isinstance(value, BaseModel):
-            found |= without_effect(value, f"{path}{name}.")
-        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
-            for each in value:
-                if isinstance(each, BaseModel):
-                    found |= without_effect(each, f"{path}{name}[].")
-    return found
+            _look(value, f"{path}{name}.", fields)
+
+
+@cache
+def _ignored(model: type[BaseModel]) -> dict[str, bool]:
+    """Return for each field of a model whether it is ignored."""
+    return {name: (field.description or "").startswith(IGNORED) for name, field in model.model_fields.items()}
 
 
 def shown(names: Iterable[str]) -> list[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterable
 from weakref import WeakKeyDictionary
 
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.step_watch import StepWatch, stack_of
+from mixedkv.errors import ModelChangedError
 
 log = logging.getLogger("mixedkv.server")
 
@@ -22,7 +24,8 @@ class Watchdog:
 
     Args:
         engines: returns the engines of models that are in memory.
-        restart: end the process when an engine is stuck, for a supervisor to start it again.
+        restart: end the process when an engine is stuck, or its model's file has changed, for a supervisor to
+            start it again.
     """
 
     def __init__(self, engines: Callable[[], Iterable[Engine]], *, restart: bool = False) -> None:
@@ -48,6 +51,9 @@ class Watchdog:
         while not self._ended.wait(TICK_SECONDS):
             for engine in self._engines():
                 self._look(engine)
+                if self._restart and isinstance(engine.closing_error, ModelChangedError):
+                    os.kill(os.getpid(), signal.SIGTERM)  # the file is read when the server is started again
+                    return
 
     def _look(self, engine: Engine) -> None:
         watch = self._watches.get(engine)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from mixedkv.server.api.fields import MAX_MESSAGES
+from mixedkv.server.api.schemas import ChatRequest, CompletionRequest
+from mixedkv.server.api_error import ApiError
+from mixedkv.server.http.body_parser import BodyParser, parse
 from mixedkv.server.pools import LARGE
 from support.patience import PATIENCE
-from support.server_support import MODEL, Server, children, running
+from support.server_support import MODEL, Server, running
 
 MB = 10**6
 USER = {"role": "user", "content": "x"}
@@ -90,28 +97,72 @@ def test_what_is_wrong_in_many_places_is_said_once(server: Server, name: str) ->
 
 
 def test_a_large_body_is_what_a_small_one_is(server: Server) -> None:
-    """It is read by another process."""
     fields = {"prompt": "the lamp", "max_tokens": 4, "seed": 1}
     large = json.dumps(fields) + " " * 2 * LARGE
     want = server.post("/v1/completions", fields)
     status, answer, _ = server.request("POST", "/v1/completions", raw=large.encode())
     assert status == 200, answer
     assert answer["choices"] == want["choices"]
-    messages = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}] * 5_000
-    status, answer, _ = server.request(
-        "POST", "/v1/chat/completions", raw=json.dumps({"messages": messages}).encode()
-    )
-    assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
     status, answer, _ = server.request("POST", "/v1/completions", raw=b'{"prompt":' + b" " * 2 * LARGE)
     assert (status, answer["error"]["code"]) == (400, "invalid_json")
 
 
-def test_the_process_that_reads_may_end(server: Server) -> None:
-    large = (json.dumps({"prompt": "the lamp", "max_tokens": 1}) + " " * 2 * LARGE).encode()
-    assert server.request("POST", "/v1/completions", raw=large)[0] == 200
-    (reader,) = children(server.process.pid)
-    os.kill(reader, signal.SIGKILL)
-    assert server.request("POST", "/v1/completions", raw=large)[0] == 200
+PART = {"role": "user", "content": [{"type": "text", "text": 'a, "b": [\\' * 20}]}
+FULL = [
+    ("/v1/chat/completions", "messages", USER),
+    ("/v1/chat/completions", "messages", PART),
+    ("/v1/messages", "messages", PART),
+    ("/api/chat", "messages", USER),
+    ("/v1/responses", "input", USER),
+    ("/v1/context", "messages", USER),
+]
+
+
+@pytest.mark.parametrize(("path", "field", "message"), FULL)
+def test_the_number_of_messages_is_limited(
+    server: Server, path: str, field: str, message: dict[str, object]
+) -> None:
+    limit = {} if path == "/v1/responses" else {"max_tokens": 1}
+    body = {"model": MODEL, **limit, field: [message] * MAX_MESSAGES}
+    status, answer, _ = server.request("POST", path, body)
+    assert status == 400
+    assert "entries" not in str(answer)
+    body[field] = [message] * (MAX_MESSAGES + 1)
+    status, answer, _ = server.request("POST", path, body)
+    assert status == 400
+    assert "it has 4097 entries, at most 4096 are taken" in str(answer)
+
+
+def test_values_are_counted_outside_texts() -> None:
+    text = '{"a":[1,2]},:' * 100_000
+    for prompt in (text, text + "\\", text + '"\\"' * 200_000):
+        found, _ = parse(CompletionRequest, json.dumps({"prompt": prompt}).encode(), strict=True)
+        assert found.prompt == prompt
+    for many in ([{}] * 70_000, [1] * 300_000, {str(i): "," for i in range(70_000)}, ['\\"'] * 700_000):
+        body = json.dumps({"prompt": "x", "more": many}).encode()
+        with pytest.raises(ApiError, match="65536 objects, lists and fields, or 262144 values"):
+            parse(CompletionRequest, body, strict=False)
+
+
+def test_large_bodies_leave_half_of_the_time_to_others() -> None:
+    """Between two of them the event loop has as long for other work as the first one took."""
+    large = json.dumps({"messages": [PART] * MAX_MESSAGES}).encode()
+
+    async def longest_stop() -> tuple[float, float]:
+        parser, stops = BodyParser(), []
+        began = time.perf_counter()
+        parse(ChatRequest, large, strict=False)
+        alone = time.perf_counter() - began
+        work = asyncio.gather(*(parser.parse(ChatRequest, large, False) for _ in range(4)))
+        while not work.done():
+            before = time.perf_counter()
+            await asyncio.sleep(0)
+            stops.append(time.perf_counter() - before)
+        await work
+        return alone, sorted(stops)[-5] if len(stops) > 5 else math.inf
+
+    alone, fifth = asyncio.run(longest_stop())
+    assert fifth < alone / 4  # only four turns of the loop were long
 
 
 def test_an_unknown_type_of_content_is_named(server: Server) -> None:

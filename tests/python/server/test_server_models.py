@@ -20,7 +20,7 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.chunks.deviation import last_logits
-from mixedkv.server.group_loader import speculation_of
+from mixedkv.server.engines import speculation_of
 from mixedkv.server.models import served_models
 from mixedkv.server.settings import ServerSettings, load_settings
 from support.adapters import write_adapter
@@ -73,6 +73,8 @@ def first(answer: Any) -> dict[str, float]:
 
 
 def test_they_are_listed(server: Server) -> None:
+    for name in ("base", "second"):
+        ask(server, name, max_tokens=1)
     found = server.request("GET", "/v1/models")[1]["data"]
     assert {each["id"]: each.get("parent") for each in found} == {
         "base": None, "odd": "base", "even": "base", "second": None,
@@ -85,7 +87,12 @@ def test_they_are_listed(server: Server) -> None:
         assert server.request("GET", f"/v1/models/{name}")[1]["id"] == name
         stats = server.request("GET", f"/v1/stats?model={name}")[1]
         assert (stats["model"], stats["requests"]["parallel"]) == (name, 4)
-    server.wait_for_log("mixedkv serves ", 4)
+    assert [line.split()[2] for line in server.log.splitlines() if line.startswith("mixedkv serves")] == [
+        "second",
+        "even",
+        "odd",
+        "base",
+    ]
 
 
 def test_an_adapter_answers_as_llama_cpp_has_it(server: Server, files: dict[str, Path]) -> None:
@@ -127,7 +134,7 @@ def test_kv_is_shared_with_nobody(server: Server) -> None:
 
 def test_the_metrics_name_adapters_that_answer(server: Server) -> None:
     def shown(running: str) -> bool:
-        labels = f'{{max_lora="2",running_lora_adapters="{running}",waiting_lora_adapters=""}}'
+        labels = f'{{max_lora="2",model="base",running_lora_adapters="{running}",waiting_lora_adapters=""}}'
         return f"mixedkv:lora_requests_info{labels}" in server.metrics()
 
     seen = threading.Event()
@@ -153,7 +160,7 @@ def test_all_at_once(server: Server) -> None:
     assert all(job.result()["choices"][0]["text"] == alone[name] for name, job in jobs)
 
 
-def test_gauges_are_of_all_models(server: Server) -> None:
+def test_gauges_are_of_each_model(server: Server) -> None:
     for name in NAMES:
         ask(server, name)
 
@@ -165,24 +172,21 @@ def test_gauges_are_of_all_models(server: Server) -> None:
     assert [now["parent"] for now in stats] == ["", "base", "base", ""]
     text = server.metrics()
 
-    def gauge(name: str) -> float:
-        found = re.search(rf"^mixedkv:{re.escape(name)} (.*)$", text, re.M)
+    def gauge(name: str, model: str, label: str) -> float:
+        found = re.search(rf'^mixedkv:{name}{{model="{model}",{label}}} (.*)$', text, re.M)
         assert found
         return float(found[1])
 
-    for field, name in (
-        ("tokens_cold", 'kv_cache_rows{state="cold"}'),
-        ("bytes_cold", 'kv_cache_bytes{tier="cold"}'),
-        ("sequences_idle", 'kv_cache_sequences{state="idle"}'),
-    ):
-        each = [now["cache"][field] for now in stats]
-        assert all(each)
-        assert gauge(name) == sum(each)
-    assert gauge("kv_cache_usage_perc") == pytest.approx(
-        sum(now["cache"]["cells_used"] for now in stats) / (2048 + 2048 + 512 + 1024)
-    )
-    assert gauge('kv_cache_bytes{tier="disk"}') == stats[0]["store"]["bytes_disk"] > 0
-    assert 'lora_requests_info{max_lora="2",running_lora_adapters="",waiting_lora_adapters=""}' in text
+    for model, its in (("base", stats[:3]), ("second", stats[3:])):
+        for field, name, label in (
+            ("tokens_cold", "kv_cache_rows", 'state="cold"'),
+            ("bytes_cold", "kv_cache_bytes", 'tier="cold"'),
+            ("sequences_idle", "kv_cache_sequences", 'state="idle"'),
+        ):
+            each = [now["cache"][field] for now in its]
+            assert all(each)
+            assert gauge(name, model, label) == sum(each)
+        assert gauge("kv_cache_bytes", model, 'tier="disk"') == stats[0]["store"]["bytes_disk"] > 0
 
 
 def test_each_has_its_own_context(server: Server) -> None:

@@ -55,7 +55,6 @@ ODD = {
 
 @pytest.mark.parametrize("filler", ["", "x" * 100_000])
 def test_unknown_fields_are_ignored_and_said_once(server: Server, filler: str) -> None:
-    """A large body is read by another process."""
     body = {**ODD, "note": filler}
     plain = server.post(
         "/v1/chat/completions", {**CHAT, "messages": [USER, {"role": "system", "content": "a"}]}

@@ -22,9 +22,9 @@ from mixedkv.server.api.generation import usage
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.auth import Keys
 from mixedkv.server.pending import PendingRequest
-from mixedkv.server.serve import read_warm_file
 from mixedkv.server.settings import ServerSettings, load_settings
 from mixedkv.server.snapshot import of_tenant
+from mixedkv.server.warming import read_warm_file
 from support.patience import PATIENCE
 from support.server_support import key_file
 

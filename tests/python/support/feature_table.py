@@ -45,7 +45,7 @@ ELSEWHERE: dict[str, str] = {
     "Embeddings beside answers": "server/test_server_embeddings.py",
     "Split models: sessions, restarts, several clients": "split/test_split_kept.py",
     "LoRA adapters as models of a server": "server/test_server_models.py",
-    "Models loaded on demand and unloaded, their KV kept": "server/test_server_on_demand.py",
+    "Several models, each a process that starts on demand and leaves unused": "server/test_server_router.py",
     "Every operation on a cache with every other, and with faults": "kv/test_crossing.py",
 }
 

@@ -22,7 +22,7 @@ from mixedkv.server.api.sse import DONE, PING, Template, sse
 from mixedkv.server.api.tools import call_json, delta
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, find_session, loaded_model, read_prompt, tenant
+from mixedkv.server.state import ServerState, find_session, model_of, read_prompt, tenant
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -31,7 +31,7 @@ router = APIRouter(route_class=JSONRoute)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a chat, whole or as server-sent events."""
     owner = tenant(request)
-    server = await loaded_model(request, body.model)
+    server = model_of(request, body.model)
     session = await find_session(server, body.session_id, owner) if body.session_id else None
     if session is not None:
         check_version(body, session)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from mixedkv.images import MARK
-from mixedkv.server.api.fields import IGNORED, MAX_TOOLS, Id, Model, Name, Text
+from mixedkv.server.api.fields import IGNORED, MAX_MESSAGES, MAX_TOOLS, FewMessages, Id, Model, Name, Text
 from mixedkv.server.api.text_only import TextOrImages
 
 
@@ -74,4 +74,4 @@ class Message(Model):
         return self
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=100_000, fail_fast=True)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), FewMessages]

@@ -25,7 +25,7 @@ from mixedkv.server.api.schemas import CompletionRequest
 from mixedkv.server.api.sse import DONE, PING, Template, sse
 from mixedkv.server.api_error import ApiError, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, find_session, loaded_model, read_prompt, tenant
+from mixedkv.server.state import ServerState, find_session, model_of, read_prompt, tenant
 from mixedkv.sessions import CacheSessionMetadata
 
 router = APIRouter(route_class=JSONRoute)
@@ -36,7 +36,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue prompts, whole or as server-sent events."""
     owner = tenant(request)
-    server = await loaded_model(request, body.model)
+    server = model_of(request, body.model)
     asked = body.prompt_logprobs
     if body.echo and body.logprobs is not None and asked is None:
         body = body.model_copy(update={"prompt_logprobs": body.logprobs})

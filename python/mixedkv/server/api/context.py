@@ -37,7 +37,7 @@ from mixedkv.server.state import (
     ServerState,
     find_session,
     in_thread,
-    loaded_model,
+    model_of,
     read_prompt,
     server_state,
     tenant,
@@ -61,7 +61,7 @@ async def create_context(body: ContextRequest, request: Request) -> Response:
     The header x-session-ttl says `ttl` too, and the answer's x-session-id the session, as AIBrix has them.
     """
     owner = tenant(request)
-    server = await loaded_model(request, body.model)
+    server = model_of(request, body.model)
     if full := await server.contexts.check_quota(owner):
         raise session_error(full)
     # before anything is kept, as it can fail
@@ -173,7 +173,7 @@ async def delete_context(session_id: SessionId, request: Request) -> Response:
 async def warm(body: WarmRequest, request: Request) -> Response:
     """Evaluate a prompt now, so that requests that start with it find it."""
     owner = tenant(request)
-    server = await loaded_model(request, body.model)
+    server = model_of(request, body.model)
     began, seconds = time.perf_counter(), server.settings.request_timeout
     job = await read_prompt(request, warm_job, server, body, owner)
     with PendingRequest(server.engine, [job], seconds, time_left(request)) as pending:

@@ -19,7 +19,7 @@ from mixedkv.server.api.schemas import EmbeddingRequest
 from mixedkv.server.api_error import bad_request, from_engine, prompt_error, timed_out
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.pending import or_disconnect
-from mixedkv.server.state import ServerState, loaded_model, read_prompt, tenant, time_left
+from mixedkv.server.state import ServerState, model_of, read_prompt, tenant, time_left
 
 router = APIRouter(route_class=JSONRoute)
 _CHUNK = 1 << 16
@@ -29,7 +29,7 @@ _CHUNK = 1 << 16
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """Return a vector of length 1 for each input."""
     owner = tenant(request)
-    server = await loaded_model(request, body.model, generates=False)
+    server = model_of(request, body.model, generates=False)
     embedder = checked_embedder(server, body)
     vectors, n_tokens = await embed(request, server, embedder, owner, input_tokens, body)
     answer = _answer(vectors, body.encoding_format == "base64", server.model_name, n_tokens)

@@ -21,6 +21,7 @@ from mixedkv.server.unknown_fields import IGNORED as IGNORED
 
 MAX_STOPS = 16
 MAX_TOOLS = 128  # OpenAI's
+MAX_MESSAGES = 4096  # of a request
 MAX_FIELDS = 256  # fields of one of our objects
 _MAX_ENTRIES = 4096  # fields of logit_bias and metadata
 
@@ -40,8 +41,18 @@ def few(value: Any, most: int = MAX_FIELDS) -> Any:
     return value
 
 
+def few_messages(value: Any) -> Any:
+    """Check the number of messages or items."""
+    if isinstance(value, list) and len(value) > MAX_MESSAGES:
+        raise ValueError(
+            f"it has {len(value)} entries, at most {MAX_MESSAGES} are taken: leave out the oldest"
+        )
+    return value
+
+
 Text = Annotated[str, AfterValidator(_encodable)]
 Few = BeforeValidator(lambda value: few(value, _MAX_ENTRIES))
+FewMessages = BeforeValidator(few_messages)
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Token = Annotated[int, Field(ge=0, le=INT32_MAX)]

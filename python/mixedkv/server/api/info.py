@@ -11,6 +11,8 @@ from starlette.responses import JSONResponse, Response
 
 from mixedkv.errors import ModelChangedError
 from mixedkv.server.api_error import ApiError, from_engine
+from mixedkv.server.described import Described
+from mixedkv.server.http.auth import MetricsKey
 from mixedkv.server.snapshot import of_tenant, snapshot
 from mixedkv.server.state import ServerState, model_of, server_state, tenant
 
@@ -36,9 +38,7 @@ async def stats(request: Request, model: Annotated[str | None, Query(max_length=
     their text.
     """
     owner, server = tenant(request), model_of(request, model, generates=False)
-    if (loaded := server.loaded) is None:
-        return JSONResponse(of_tenant(snapshot(server, None), owner))
-    future = loaded.engine.call(lambda: snapshot(server, loaded.engine))
+    future = server.engine.call(lambda: snapshot(server))
     try:
         now: dict[str, Any] = await asyncio.wait_for(asyncio.wrap_future(future), 30)
     except Exception:
@@ -48,7 +48,7 @@ async def stats(request: Request, model: Annotated[str | None, Query(max_length=
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """Answer 200 while the engines of all models in memory run and their files are unchanged."""
+    """Answer 200 while the engines run and the model's file is unchanged."""
     for engine in server_state(request).engines:
         if isinstance(engine.closing_error, ModelChangedError):
             raise from_engine(engine.closing_error)
@@ -60,8 +60,8 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """Answer 200 when requests are accepted: the model is loaded and warm, or loaded on demand, and the
-    server is not shutting down.
+    """Answer 200 when requests are accepted: the model is loaded and warm, and the server is not shutting
+    down.
     """
     server = server_state(request)
     engines = server.engines
@@ -77,8 +77,17 @@ async def ready(request: Request) -> Response:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Return the metrics in Prometheus' text format."""
-    server = server_state(request)
-    key, headers = server.metrics_key, request.headers
+    check_metrics_key(server_state(request).metrics_key, request)
+    return Response(await request.app.state.metrics_text.get(), media_type=CONTENT_TYPE_LATEST)
+
+
+def check_metrics_key(key: MetricsKey | None, request: Request) -> None:
+    """Check that a request has the key of the metrics.
+
+    Raises:
+        ApiError: 401, it has not.
+    """
+    headers = request.headers
     if key is not None and not key.opens(headers.get("authorization"), headers.get("x-api-key")):
         raise ApiError(
             401,
@@ -86,7 +95,6 @@ async def metrics(request: Request) -> Response:
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-    return Response(await request.app.state.metrics_text.get(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _check_steps(server: ServerState) -> None:
@@ -95,7 +103,7 @@ def _check_steps(server: ServerState) -> None:
     Raises:
         ApiError: 503.
     """
-    if seconds := server.watchdog.stuck_seconds:
+    if seconds := server.stuck_seconds:
         raise ApiError(
             503,
             f"the engine has made no step for {seconds:.0f} seconds, and work is waiting: restart the server",
@@ -103,7 +111,7 @@ def _check_steps(server: ServerState) -> None:
         )
 
 
-def _model(server: ServerState) -> dict[str, Any]:
+def _model(server: Described) -> dict[str, Any]:
     return {
         "id": server.model_name,
         "object": "model",
@@ -114,6 +122,6 @@ def _model(server: ServerState) -> dict[str, Any]:
             **server.facts,
             "kv": server.kv,
             "capabilities": server.capabilities,
-            "loaded": server.loaded is not None,
+            "loaded": server.loaded,
         },
     }

@@ -21,7 +21,7 @@ from mixedkv.server.api.respond import respond
 from mixedkv.server.api.sse import PING, sse
 from mixedkv.server.api_error import ApiError, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, loaded_model, model_of, read_prompt, tenant
+from mixedkv.server.state import ServerState, model_of, read_prompt, tenant
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -61,7 +61,7 @@ async def _answer(
     body: LlamaServerFields, request: Request, jobs_of: Any, *, several: bool = False
 ) -> Response:
     owner = tenant(request)
-    server = await loaded_model(request, body.model)
+    server = model_of(request, body.model)
     jobs = await read_prompt(request, jobs_of, server, body, owner)
     return await respond(
         request,

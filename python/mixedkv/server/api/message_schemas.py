@@ -11,11 +11,13 @@ from mixedkv.limits import INT32_MAX
 from mixedkv.server.api.fields import (
     IGNORED,
     LIST,
+    MAX_MESSAGES,
     MAX_TOOLS,
     PREFIX_FOUND,
     TEXT,
     TEXT_OR_LIST,
     Few,
+    FewMessages,
     Finite,
     Model,
     Name,
@@ -145,7 +147,9 @@ class CountRequest(WithoutHosted):
     """A request to count the tokens of a prompt."""
 
     model: Name | None = None
-    messages: Annotated[list[MessageParam], Field(min_length=1, max_length=100_000, fail_fast=True)]
+    messages: Annotated[
+        list[MessageParam], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), FewMessages
+    ]
     system: TextOrBlocks | None = None
     tools: Annotated[list[CustomTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: AnthropicChoice | None = None

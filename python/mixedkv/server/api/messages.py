@@ -19,7 +19,7 @@ from mixedkv.server.api.schemas import ChatFields, ChatRequest
 from mixedkv.server.api.sse import named_sse
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, loaded_model, read_prompt, tenant
+from mixedkv.server.state import ServerState, model_of, read_prompt, tenant
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -28,7 +28,7 @@ router = APIRouter(route_class=JSONRoute)
 async def messages(body: MessagesRequest, request: Request) -> Response:
     """Answer a chat, whole or as server-sent events."""
     owner = tenant(request)
-    server = await loaded_model(request, body.model)
+    server = model_of(request, body.model)
     jobs, chat = await read_prompt(request, _jobs, server, body, owner)
     answer = _Answer(server, body, jobs[0], chat)
     return await respond(request, server, jobs, answer, stream=body.stream is True, large=False)
@@ -37,7 +37,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
 @router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     """Count the tokens of a prompt."""
-    server = await loaded_model(request, body.model)
+    server = model_of(request, body.model)
     return JSONResponse({"input_tokens": await read_prompt(request, _count, server, body)})
 
 

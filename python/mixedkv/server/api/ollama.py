@@ -15,14 +15,14 @@ from mixedkv.engine.jobs.job import Job
 from mixedkv.server.api.chat_jobs import chat_jobs, translated
 from mixedkv.server.api.completions import completion_jobs
 from mixedkv.server.api.logprobs import chat_logprobs
-from mixedkv.server.api.ollama_schemas import KeepAlive, OllamaChat, OllamaGenerate, OllamaRequest
+from mixedkv.server.api.ollama_schemas import OllamaChat, OllamaGenerate, OllamaRequest
 from mixedkv.server.api.respond import respond
 from mixedkv.server.api.schemas import ChatRequest, CompletionRequest
 from mixedkv.server.api.sse import NDJSON, json_line
 from mixedkv.server.api_error import ApiError, bad_request
+from mixedkv.server.described import Described
 from mixedkv.server.http.json_body import PlainJSONRoute
-from mixedkv.server.state import ServerState, loaded_model, model_of, read_prompt, tenant
-from mixedkv.server.used_models import used_models
+from mixedkv.server.state import ServerState, model_of, read_prompt, tenant
 
 router = APIRouter(route_class=PlainJSONRoute)
 _LATEST = ":latest"  # tag that Ollama's clients add to a name
@@ -45,12 +45,6 @@ def named_model(request: Request, name: str | None, **options: Any) -> ServerSta
     return model_of(request, name.removesuffix(_LATEST) if name else None, **options)
 
 
-async def named_loaded(request: Request, body: KeepAlive, **options: Any) -> ServerState:
-    """Load the model of a request as `loaded_model` does. The name may have Ollama's tag."""
-    name = body.model.removesuffix(_LATEST) if body.model else None
-    return await loaded_model(request, name, keep_alive=body.seconds_to_stay, **options)
-
-
 def now() -> str:
     return utc(datetime.now(timezone.utc))
 
@@ -62,31 +56,28 @@ def utc(at: datetime) -> str:
 async def _answer(request: Request, body: OllamaChat | OllamaGenerate, is_empty: bool) -> Response:
     owner = tenant(request)
     if is_empty and body.seconds_to_stay == 0:
-        return _unload(request, body, owner)
-    server = await named_loaded(request, body)
+        return _unload(request, body)
+    server = named_model(request, body.model)
     if is_empty:  # this is how Ollama's clients load a model
-        return _without_answer(server, body, "load")
+        return without_answer(server, body, "load")
     if (n_ctx := body.wanted.num_ctx) is not None and n_ctx > server.engine.n_ctx:
         why = f"the context has {server.engine.n_ctx} tokens; serve with --n-ctx {n_ctx}"
         request.app.state.said.ignored_option(request.url.path, "options.num_ctx", why)
     jobs, rendered = await read_prompt(request, _jobs, server, body, owner)
-    answer = _Answer(server, body, jobs[0], rendered, used_models(request).seconds)
+    answer = _Answer(server, body, jobs[0], rendered)
     stream = body.stream is not False
     return await respond(request, server, jobs, answer, stream=stream, large=False, headers=NDJSON)
 
 
-def _unload(request: Request, body: OllamaChat | OllamaGenerate, owner: str) -> Response:
-    """Unload a model when the requests that use it have ended, as Ollama's clients ask for it."""
+def _unload(request: Request, body: OllamaChat | OllamaGenerate) -> Response:
+    """Answer a request to unload a model, which only the router of several models does."""
     server = named_model(request, body.model)
-    if server.settings.on_demand:
-        server.residence.let_go(server.group, owner)
-    else:
-        why = "models stay loaded; serve with --keep-alive"
-        request.app.state.said.ignored_option(request.url.path, "keep_alive", why)
-    return _without_answer(server, body, "unload")
+    why = "the model stays loaded; serve with --keep-alive"
+    request.app.state.said.ignored_option(request.url.path, "keep_alive", why)
+    return without_answer(server, body, "unload")
 
 
-def _without_answer(server: ServerState, body: OllamaChat | OllamaGenerate, reason: str) -> Response:
+def without_answer(server: Described, body: OllamaChat | OllamaGenerate, reason: str) -> Response:
     whole = {"model": server.model_name, "created_at": now(), **_said(body, ""), "done": True}
     return JSONResponse({**whole, "done_reason": reason})
 
@@ -129,9 +120,8 @@ class _Answer:
         body: OllamaChat | OllamaGenerate,
         job: Job,
         chat: RenderedChat,
-        load_seconds: float,
     ) -> None:
-        self._server, self._body, self._job, self._load_seconds = server, body, job, load_seconds
+        self._server, self._body, self._job = server, body, job
         self._parts = chat.reader()
 
     def whole(self, ends: list[Done]) -> dict[str, Any]:
@@ -194,8 +184,8 @@ class _Answer:
         return {
             "done": True,
             "done_reason": self._reason(end),
-            "total_duration": _ns(self._load_seconds + at - job.t_submit),
-            "load_duration": _ns(self._load_seconds),
+            "total_duration": _ns(at - job.t_submit),
+            "load_duration": 0,
             "prompt_eval_count": job.n_given,
             "prompt_eval_duration": _ns(first - job.t_submit),
             "eval_count": job.n_answer,

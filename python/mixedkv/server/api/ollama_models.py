@@ -16,12 +16,12 @@ from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.model.fingerprint import fingerprint
 from mixedkv.server.api.chat_jobs import translated
 from mixedkv.server.api.embeddings import checked_embedder, embed, input_tokens
-from mixedkv.server.api.ollama import named_loaded, named_model, now, utc
+from mixedkv.server.api.ollama import named_model, now, utc
 from mixedkv.server.api.ollama_schemas import OllamaEmbed, OllamaEmbeddings, OllamaShow
 from mixedkv.server.api.schemas import EmbeddingRequest
+from mixedkv.server.described import Described
 from mixedkv.server.http.json_body import PlainJSONRoute
 from mixedkv.server.state import ServerState, in_thread, server_state, tenant
-from mixedkv.server.used_models import used_models
 
 router = APIRouter(route_class=PlainJSONRoute)
 _OLLAMA_VERSION = "0.12.11"  # the version whose fields these are; some clients refuse older ones
@@ -50,12 +50,12 @@ async def running(request: Request) -> Response:
     models = [
         {
             **await in_thread(_listed, each),
-            "expires_at": _expires_at(each.group.expires_in),
+            "expires_at": _expires_at(each.expires_in),
             "size_vram": 0,
             "context_length": each.facts["n_ctx"] or each.facts["embedding_n_ctx"],
         }
         for each in server_state(request).all
-        if each.loaded is not None
+        if each.loaded
     ]
     return JSONResponse({"models": models})
 
@@ -79,7 +79,7 @@ async def show(body: OllamaShow, request: Request) -> Response:
 async def embed_inputs(body: OllamaEmbed, request: Request) -> Response:
     """Return a vector of length 1 for each input."""
     began, inputs = time.perf_counter(), [body.input] if isinstance(body.input, str) else body.input
-    server = await named_loaded(request, body, generates=False)
+    server = named_model(request, body.model, generates=False)
     if not any(inputs) and len(inputs) < 2:
         return JSONResponse({"model": server.model_name, "embeddings": []})
     vectors, n_tokens = await _embed(request, server, inputs, body.dimensions, body.truncate is not False)
@@ -88,7 +88,7 @@ async def embed_inputs(body: OllamaEmbed, request: Request) -> Response:
             "model": server.model_name,
             "embeddings": vectors,
             "total_duration": round(1e9 * (time.perf_counter() - began)),
-            "load_duration": round(1e9 * used_models(request).seconds),
+            "load_duration": 0,
             "prompt_eval_count": n_tokens,
         }
     )
@@ -97,7 +97,7 @@ async def embed_inputs(body: OllamaEmbed, request: Request) -> Response:
 @router.post("/api/embeddings")
 async def embed_prompt(body: OllamaEmbeddings, request: Request) -> Response:
     """Return a vector of length 1, in the form from before /api/embed."""
-    server = await named_loaded(request, body, generates=False)
+    server = named_model(request, body.model, generates=False)
     if not body.prompt:
         return JSONResponse({"embedding": []})
     (vector,), _ = await _embed(request, server, [body.prompt], None, True)
@@ -119,7 +119,7 @@ def _cut_tokens(server: ServerState, embedder: Embedder, body: EmbeddingRequest)
     return input_tokens(server, embedder, body, truncate=True)
 
 
-def _listed(server: ServerState) -> dict[str, Any]:
+def _listed(server: Described) -> dict[str, Any]:
     path, digest = server.path, ""
     with suppress(ValueError, OSError):  # the file may be gone or replaced until it is loaded
         digest = fingerprint(path)
@@ -134,7 +134,7 @@ def _listed(server: ServerState) -> dict[str, Any]:
     }
 
 
-def _details(server: ServerState) -> dict[str, Any]:
+def _details(server: Described) -> dict[str, Any]:
     family = server.facts["architecture"]
     return {
         "parent_model": server.parent,
@@ -146,7 +146,7 @@ def _details(server: ServerState) -> dict[str, Any]:
     }
 
 
-def _shown(server: ServerState) -> dict[str, Any]:
+def _shown(server: Described) -> dict[str, Any]:
     metadata = server.file_metadata()
     metadata.pop("tokenizer.chat_template", None)
     return {

@@ -11,8 +11,10 @@ from pydantic import Field, field_validator, model_validator
 from mixedkv.limits import INT32_MAX
 from mixedkv.server.api.fields import (
     IGNORED,
+    MAX_MESSAGES,
     MAX_TOOLS,
     REFUSED,
+    FewMessages,
     Finite,
     Model,
     Name,
@@ -86,7 +88,7 @@ class KeepAlive(Model):
     keep_alive: Finite | Text | None = Field(
         None,
         description="How long the model stays in memory after this request: seconds, or a text such as 10m; "
-        "below zero for ever. Ignored unless the server loads models on demand.",
+        "below zero for ever. Ignored by a server of one model without --keep-alive.",
     )
 
     @property
@@ -163,8 +165,8 @@ class OllamaMessage(Model):
 
 
 class OllamaChat(OllamaRequest):
-    messages: Annotated[list[OllamaMessage], Field(max_length=100_000, fail_fast=True)] = Field(
-        default_factory=list
+    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True), FewMessages] = (
+        Field(default_factory=list)
     )
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 

@@ -14,7 +14,7 @@ from mixedkv.server.api.embeddings import check_length, embed
 from mixedkv.server.api.fields import IGNORED, Model, Name, Text
 from mixedkv.server.api_error import bad_request, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, loaded_model, tenant
+from mixedkv.server.state import ServerState, model_of, tenant
 
 router = APIRouter(route_class=JSONRoute)
 _MAX_DOCUMENTS = 2048  # as many as inputs of /v1/embeddings
@@ -39,7 +39,7 @@ class RerankRequest(Model):
 async def rerank(body: RerankRequest, request: Request) -> Response:
     """Return a score for each document, the greatest first."""
     owner = tenant(request)
-    server = await loaded_model(request, body.model, generates=False)
+    server = model_of(request, body.model, generates=False)
     embedder = _ranker(server)
     scores, n_tokens = await embed(request, server, embedder, owner, _pairs, body)
     usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}

@@ -12,10 +12,12 @@ from mixedkv.server.api.chat_message import TextPart
 from mixedkv.server.api.fields import (
     IGNORED,
     LIST,
+    MAX_MESSAGES,
     MAX_TOOLS,
     REFUSED,
     TEXT,
     TEXT_OR_LIST,
+    FewMessages,
     Finite,
     Id,
     Model,
@@ -106,7 +108,7 @@ AnyItem = Annotated[
 ]
 
 
-Items = Annotated[list[AnyItem], Field(min_length=1, max_length=100_000, fail_fast=True)]
+Items = Annotated[list[AnyItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), FewMessages]
 
 
 class FunctionTool(Model):

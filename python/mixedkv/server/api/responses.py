@@ -22,7 +22,7 @@ from mixedkv.server.api.schemas import ChatRequest
 from mixedkv.server.api.sse import PING, named_sse
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, loaded_model, read_prompt, server_state, tenant
+from mixedkv.server.state import ServerState, model_of, read_prompt, server_state, tenant
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -31,7 +31,7 @@ router = APIRouter(route_class=JSONRoute)
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     """Answer a list of items, whole or as server-sent events."""
     owner = tenant(request)
-    server = await loaded_model(request, body.model)
+    server = model_of(request, body.model)
     before = await history(server, body.previous_response_id, owner)
     messages = [*before, *body.messages()]
     if body.store:

@@ -29,6 +29,7 @@ from mixedkv.server.api.fields import (
     Tokens,
     TopK,
     few,
+    few_messages,
 )
 from mixedkv.sessions import CreateContextCacheRequest
 
@@ -363,6 +364,8 @@ class ContextRequest(CreateContextCacheRequest):
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
     seed: Annotated[int, Field(ge=-_MAX_SEED - 1, le=_MAX_SEED)] | None = None
+
+    _few_messages = field_validator("messages", mode="before")(few_messages)
 
     @property
     def context(self) -> CreateContextCacheRequest:

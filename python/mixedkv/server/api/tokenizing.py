@@ -11,7 +11,7 @@ from mixedkv.server.api.rendering import chat_of, rendered_text
 from mixedkv.server.api.schemas import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
 from mixedkv.server.api_error import bad_request, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, loaded_model, read_prompt
+from mixedkv.server.state import ServerState, model_of, read_prompt
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -35,7 +35,7 @@ async def apply_template(body: ApplyTemplateRequest, request: Request) -> Respon
 
 
 async def _answer(request: Request, make: Any, body: Any) -> Response:
-    server = await loaded_model(request, body.model)
+    server = model_of(request, body.model)
     return JSONResponse(await read_prompt(request, make, server, body))
 
 

@@ -1,4 +1,4 @@
-"""Reads JSON bodies, large ones in another process. Unknown fields are removed or refused."""
+"""Reads JSON bodies. Unknown fields are removed or refused."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from mixedkv.server.body_process import read
-from mixedkv.server.body_reader import body_of
-from mixedkv.server.pools import LARGE, in_pool
+from mixedkv.server.http.body_parser import parse
+from mixedkv.server.pools import LARGE
 from mixedkv.server.unknown_fields import shown
 
 
@@ -32,17 +31,15 @@ class JSONRoute(APIRoute):
             if not (isinstance(model, type) and issubclass(model, BaseModel)) or not body or not is_json:
                 return await handle(request)
             state = request.app.state
-            pools, strict = state.server.pools, state.server.settings.strict
+            strict = state.server.settings.strict
             if len(body) > LARGE:
-                found, unknown, idle = await in_pool(
-                    pools.bodies, pools.body_reader.read, model, body, strict
-                )
+                found, fields = await state.large_bodies.parse(model, body, strict)
             else:
-                found, unknown, idle = body_of(model, read(model, body, strict))
-            if unknown:
-                state.said.ignored_fields(self.path, unknown)
+                found, fields = parse(model, body, strict)
+            if fields.unknown:
+                state.said.ignored_fields(self.path, sorted(fields.unknown))
             response = await handle(_ReadRequest(request, body, found))
-            if names := shown([*unknown, *idle]):
+            if names := shown(fields.unknown | fields.idle):
                 _warn(response, names)
             return response
 

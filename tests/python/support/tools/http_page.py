@@ -34,7 +34,7 @@ def page() -> str:
 def _schema() -> dict[str, Any]:
     """The description of a server with default options; only its settings are looked at."""
     settings = ServerSettings(model=("model.gguf",))
-    state = SimpleNamespace(settings=settings, keys=None, metrics=SimpleNamespace(http=None), residence=None)
+    state = SimpleNamespace(settings=settings, keys=None, metrics=SimpleNamespace(http=None))
     return make_app(cast("Any", state)).openapi()
 
 

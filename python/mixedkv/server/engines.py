@@ -1,0 +1,173 @@
+"""Opens the engines of a server: the model's, and one for each adapter on it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import llama_cpp
+
+from mixedkv.engine.chat import tokenizer
+from mixedkv.engine.connect.chunk_connector import ChunkConnector
+from mixedkv.engine.connect.store_connector import StoreConnector
+from mixedkv.engine.embed.embedder import Embedder
+from mixedkv.engine.embed.embedding_context import EmbeddingContext, only_embeds
+from mixedkv.engine.engine import Engine
+from mixedkv.engine.sample.sampling_defaults import sampling_defaults
+from mixedkv.engine.schedule.checkpoints import CheckpointLimits
+from mixedkv.engine.schedule.request import SpeculationMode
+from mixedkv.engine.turns import Turns
+from mixedkv.errors import ClosedError, ModelChangedError
+from mixedkv.model.fingerprint import model_parts
+from mixedkv.model.gguf_file import ModelFile, weight_type
+from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.server.described import capabilities, read_chat_template
+from mixedkv.server.model_loading import load_draft_model, load_model, open_projector
+from mixedkv.server.model_watch import ModelWatch
+from mixedkv.server.models import ServedModel
+from mixedkv.server.session_kv import ModelKV
+from mixedkv.server.settings import ServerSettings
+from mixedkv.server.state import ModelInMemory, ServerState
+from mixedkv.store import KVStore
+
+log = logging.getLogger("mixedkv.server")
+
+
+def open_engines(
+    states: Sequence[ServerState], models: Sequence[ServedModel], file: ModelFile, stack: ExitStack
+) -> None:
+    """Load a model and its adapters, which share its weights. Closing the stack stores what is still to be
+    stored and frees them.
+    """
+    turns = Turns()
+    for state, model in zip(states, models, strict=True):
+        parent = states[0].in_memory if model.parent else None
+        state.in_memory = _open(state, model, file, parent, turns, stack)
+        _tell(state, file)
+
+
+def _open(
+    state: ServerState,
+    model: ServedModel,
+    file: ModelFile,
+    parent: ModelInMemory | None,
+    turns: Turns,
+    stack: ExitStack,
+) -> ModelInMemory:
+    settings = state.settings
+    drafts = settings.draft_model and parent is None
+    files = [model.path, Path(settings.draft_model)] if drafts else [model.path]
+    watch = stack.enter_context(ModelWatch(part.path for path in files for part in model_parts(path)))
+    mtp = settings.speculation == "mtp"
+    weights = parent.engine.llm if parent is not None else None
+    llm = stack.enter_context(load_model(settings, model, file, state.generates, weights, mtp))
+    draft_model = stack.enter_context(load_draft_model(settings, llm)) if drafts else None
+    connector = _connector(settings, state.store)
+    engine = stack.enter_context(
+        Engine(
+            llm,
+            parallel=settings.parallel,
+            max_queue=settings.max_queue,
+            slowdown=settings.slowdown,
+            exact_only=settings.reuse != "prefix",
+            connector=connector,
+            observer=state.metrics,
+            deliver=state.delivery,
+            tokenizer=tokenizer.Tokenizer(
+                llm, settings.chat_format, read_chat_template(settings.chat_template)
+            ),
+            limits=state.keys.limits,
+            checkpoints=CheckpointLimits(
+                settings.checkpoints, settings.checkpoint_every, int(settings.max_checkpoint_gb * 1e9)
+            ),
+            speculation=speculation_of(settings, drafts=draft_model is not None or mtp),
+            draft_model=draft_model,
+            turns=turns,
+        )
+    )
+    watch.begin(partial(_stop_reading, engine))
+    state.session_kv.add(ModelKV(state.store, engine, connector))
+    embedder = _open_embedder(state, engine, file) if parent is None else None
+    projector = parent.projector if parent is not None else open_projector(settings, model, llm)
+    return ModelInMemory(engine=engine, embedder=embedder, projector=projector)
+
+
+def _stop_reading(engine: Engine) -> None:
+    """Stop the engine, so that the program which waits for the model's file can write it."""
+    error = ModelChangedError(
+        "the model's file was changed, or opened to be: restart the server, and replace a model by "
+        "renaming another file over it"
+    )
+    log.error("no more requests are taken: %s", error)
+    engine.drain(0, error)
+    with suppress(ClosedError):  # wait for embedding work under way
+        engine.call(lambda: None).result()
+
+
+def speculation_of(settings: ServerSettings, drafts: bool) -> SpeculationMode:
+    """Return the speculation mode of a model's answers. `drafts`: it has MTP layers or the draft model, which
+    adapters lack.
+    """
+    if settings.speculation in ("draft-model", "mtp") and not drafts:
+        return "prompt-lookup"
+    return settings.speculation or ("draft-model" if drafts else "off")
+
+
+def _tell(state: ServerState, file: ModelFile) -> None:
+    """Describe a loaded model."""
+    engine, embedder = state.engine, state.embedder
+    words = engine.tokenizer
+    state.kv = str(engine.llm.kv.config)
+    state.chat_template = words.chat_template
+    state.capabilities = capabilities(
+        generates=state.generates,
+        tools=state.generates and words.takes_tools,
+        thinks=state.generates and words.thinks,
+        infills=state.generates and words.infills,
+        sees=state.projector is not None,
+        embeds=embedder is not None and not embedder.context.ranks,
+    )
+    state.sampling = {**sampling_defaults(file.metadata), **state.settings.sampling()}
+    state.facts = {
+        "architecture": file.architecture,
+        "n_params": int(llama_cpp.llama_model_n_params(_llama_cpp.model(engine.llm))),
+        "quantization": weight_type(file),
+        "size_bytes": file.size,
+        "n_ctx": engine.n_ctx if state.generates else None,
+        "n_embd": embedder.context.n_embd if embedder and not embedder.context.ranks else None,
+        "embedding_n_ctx": embedder.context.n_ctx if embedder is not None else None,
+    }
+
+
+def _open_embedder(state: ServerState, engine: Engine, file: ModelFile) -> Embedder | None:
+    settings = state.settings
+    if not settings.embeddings and not only_embeds(file):
+        return None
+    context = EmbeddingContext(
+        engine.llm, file, n_ctx=settings.embedding_n_ctx, n_batch=settings.n_batch or 512
+    )
+    max_requests = settings.max_queue + settings.parallel
+    return Embedder(
+        engine, context, max_requests=max_requests, slowdown=settings.slowdown, limits=state.keys.limits
+    )
+
+
+def _connector(settings: ServerSettings, store: KVStore | None) -> StoreConnector | None:
+    if store is None:
+        return None
+    if settings.reuse != "chunks":
+        return StoreConnector(store, closes=False)
+    options: dict[str, Any] = {
+        "repair": settings.chunk_repair or None,
+        "ratio": settings.chunk_ratio or None,
+        "overlap_k": settings.chunk_overlap or None,
+        "chunk_size": settings.chunk_size,
+        "boundary_window": min(settings.chunk_boundary, settings.chunk_size // 2),
+        "max_kld": settings.chunk_max_kld,
+        "check": settings.chunk_check,
+    }
+    return ChunkConnector(store, closes=False, **options)

@@ -1,0 +1,148 @@
+"""Starts, watches and ends the process of one model."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+
+from mixedkv.server.router.exchange import ENDED, get
+from mixedkv.server.settings import ServerSettings
+
+log = logging.getLogger("mixedkv.server")
+
+_CHILD = "mixedkv.server.model_child"
+_LOOK_SECONDS = 0.05
+_KEPT_LINES, _SHOWN_LINES, _SHOWN_LETTERS = 20, 3, 300  # of its log, where it could not be loaded
+_ERROR = "mixedkv: error: "
+_STEADY_SECONDS = 60.0  # a process that lived so long is started again at once
+_LONGEST_REST = 60.0
+_LONGEST_END = 60.0  # seconds to store KV after the drain timeout
+
+
+class ModelLoadError(Exception):
+    """A model could not be loaded; the message says which, and why."""
+
+
+class ModelProcess:
+    """The process that serves one model and its adapters on a Unix socket that only this user can open.
+
+    Args:
+        settings: those of the process.
+
+    Attributes:
+        ready: whether it takes requests.
+    """
+
+    def __init__(self, name: str, settings: ServerSettings) -> None:
+        self.name, self.socket, self.ready = name, settings.unix_socket, False
+        self._settings = settings
+        self._process: asyncio.subprocess.Process | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._log: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._ending = False
+        self._n_failures, self._not_before = 0, 0.0
+
+    @property
+    def runs(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        """Start the process and wait until it takes requests.
+
+        Raises:
+            ModelLoadError: it ended before, or it ended so often that it has to rest.
+        """
+        if (rest := self._not_before - time.monotonic()) > 0:
+            raise self._failure(f"it ended {self._n_failures} times, the next try is in {rest:.0f} s: ")
+        self._log.clear()
+        self._ending = False
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", _CHILD, self.name),
+                stdin=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is handled by the router
+            )
+        except OSError as error:
+            raise self._failure(f"no process: {error.strerror}; ") from None
+        self._watch = asyncio.create_task(self._look_after(self._process))
+        assert self._process.stdin is not None
+        self._process.stdin.write(self._settings.model_dump_json().encode() + b"\n")
+        while not await self._is_ready():
+            if self._watch.done():
+                raise self._failure()
+            await asyncio.sleep(_LOOK_SECONDS)
+        self.ready = True
+
+    async def stop(self) -> None:
+        """End the process in order: what runs may end, and KV is stored."""
+        self.ready, self._ending = False, True
+        if not self.runs or self._watch is None:
+            return
+        self.signal(signal.SIGTERM)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._watch), self._settings.drain_timeout + _LONGEST_END)
+        self.signal(signal.SIGKILL)
+        await self._watch
+
+    def signal(self, number: int) -> None:
+        if self._process is not None:
+            with suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    async def _is_ready(self) -> bool:
+        try:
+            return (await get(self.socket, "/ready"))[0] == 200
+        except ENDED:
+            return False
+
+    async def _look_after(self, process: asyncio.subprocess.Process) -> None:
+        """Pass its log on until it ends, and count an end that nobody asked for."""
+        began = time.monotonic()
+        assert process.stderr is not None
+        while line := await _line(process.stderr):
+            text = line.decode("utf-8", "replace").rstrip("\n")
+            self._log.append(text)
+            print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
+        code = await process.wait()
+        self.ready = False
+        if self._ending:
+            self._n_failures = 0
+            return
+        seconds = time.monotonic() - began
+        self._n_failures = 1 if seconds >= _STEADY_SECONDS else self._n_failures + 1
+        rest = min(_LONGEST_REST, 2.0 ** (self._n_failures - 2)) if self._n_failures > 1 else 0.0
+        self._not_before = time.monotonic() + rest
+        log.error("the process of the model %s ended with %d after %.0f s", self.name, code, seconds)
+
+    def _failure(self, before: str = "") -> ModelLoadError:
+        return ModelLoadError(f"the model {self.name!r} could not be loaded: {before}{self._reason()}")
+
+    def _reason(self) -> str:
+        """Return the last lines of its log without folders, since clients read them."""
+        lines = [line for line in self._log if line.strip()][-_SHOWN_LINES:]
+        if lines and lines[-1].startswith(_ERROR):
+            lines = [lines[-1].removeprefix(_ERROR)]
+        text = "; ".join(lines) or "it wrote no log"
+        given = self._settings
+        files = [*given.model, *given.mmproj, *(each.partition("=")[2] for each in given.lora)]
+        for file in (*files, given.draft_model):
+            text = text.replace(file, Path(file).name) if file else text
+        return text.replace(os.getcwd() + os.sep, "")[:_SHOWN_LETTERS]
+
+
+async def _line(stream: asyncio.StreamReader) -> bytes:
+    """Return the next line, or a part of one that is very long; b"" at the end."""
+    try:
+        return await stream.readuntil(b"\n")
+    except asyncio.IncompleteReadError as error:
+        return error.partial
+    except asyncio.LimitOverrunError as error:
+        return await stream.read(error.consumed or 1)

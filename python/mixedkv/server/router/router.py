@@ -1,0 +1,241 @@
+"""The application of a router: it lists models, and passes requests on to their processes."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Match, Route
+from starlette.types import Scope
+
+from mixedkv.errors import ClosedError
+from mixedkv.model.gguf_file import ModelFile, read_model_file
+from mixedkv.server.api.info import check_metrics_key
+from mixedkv.server.api_error import ApiError
+from mixedkv.server.app import App, all_routes, dress, include_endpoints
+from mixedkv.server.described import description
+from mixedkv.server.http.auth import Keys, MetricsKey
+from mixedkv.server.models import ServedModel, check_adapters, check_files, check_keeps, served_models
+from mixedkv.server.router.child_settings import child_settings
+from mixedkv.server.router.exchange import ENDED, get
+from mixedkv.server.router.forward import forward, pass_on
+from mixedkv.server.router.model_process import ModelLoadError, ModelProcess
+from mixedkv.server.router.processes import Processes
+from mixedkv.server.router.routed_model import RoutedModel, routed
+from mixedkv.server.router.router_metrics import RouterMetrics
+from mixedkv.server.settings import ServerSettings
+from mixedkv.server.state import model_of, tenant
+from mixedkv.server.unknown_fields import SaidOnce
+from mixedkv.server.warming import WarmLine, write_warm_file
+
+_METRICS_SECONDS = 5.0
+_OWN = (  # endpoints that the router answers as a server of one model does
+    *("/v1/models", "/v1/models/{model:path}", "/api/tags", "/api/ps", "/api/show", "/api/version"),
+    *("/", "/stats", "/page/{name}"),
+)
+
+
+class Router:
+    """Several models, each in a process of its own.
+
+    Args:
+        warm: prompts to evaluate whenever their model is loaded, which then is at the start.
+        stack: closing it removes the folder of the sockets.
+
+    Raises:
+        ValueError, OSError: a model, file or setting is wrong; the message says which.
+    """
+
+    def __init__(
+        self, settings: ServerSettings, keys: Keys, warm: Sequence[WarmLine], stack: ExitStack
+    ) -> None:
+        self.settings, self.keys, self.ready = settings, keys, False
+        self._closing: asyncio.Future[None] | None = None
+        self.metrics = RouterMetrics()
+        path = settings.metrics_key_file
+        self.metrics_key = MetricsKey.load(path) if path else None
+        self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mixedkv-")))
+        groups = _groups(settings)
+        self._warm = _by_group(settings, groups, warm)
+        processes = [self._process(i, *group) for i, group in enumerate(groups)]
+        self.processes = Processes(
+            processes,
+            keep_alive=settings.keep_alive_seconds,
+            max_loaded=settings.max_loaded,
+            most_waiting=self._most_waiting,
+            counts=self.metrics,
+        )
+        places = zip(groups, self.processes.places, strict=True)
+        models = [
+            RoutedModel(**description(settings, each, file), processes=self.processes, place=place)
+            for (members, file), place in places
+            for each in members
+        ]
+        self.model = models[0]
+        self.model.others.update({each.model_name: each for each in models[1:]})
+
+    @property
+    def stuck_seconds(self) -> float:
+        return 0.0
+
+    async def begin(self) -> None:
+        """Start the models that have prompts to be warm. What does not start is in the log."""
+        for number in sorted(self._warm):
+            with suppress(ModelLoadError, ClosedError):
+                place = self.processes.places[number]
+                await self.processes.use(place, "")
+                self.processes.release(place, "")
+        self.ready = True
+
+    async def drain(self, seconds: float) -> bool:
+        """Refuse new requests, and let the processes finish the others and end; return whether they did
+        within the time.
+        """
+        self.ready = False
+        self._closing = asyncio.ensure_future(self.processes.close())
+        done, _ = await asyncio.wait({self._closing}, timeout=seconds)
+        return bool(done) or not any(place.users for place in self.processes.places)
+
+    async def end(self) -> None:
+        """Wait until all processes have stored their KV and ended."""
+        await (self._closing or self.processes.close())
+
+    def reload(self) -> None:
+        self.processes.reload()
+
+    async def metrics_text(self, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+        """Return the metrics of the router and of all processes that answer."""
+        places = [place for place in self.processes.places if place.process.ready]
+        texts = await asyncio.gather(*(_metrics(place.process, headers) for place in places))
+        named = {place.name: text for place, text in zip(places, texts, strict=True) if text}
+        return self.metrics.expose(sum(place.process.runs for place in self.processes.places), named)
+
+    def _process(self, number: int, members: Sequence[ServedModel], file: ModelFile) -> ModelProcess:
+        settings = child_settings(self.settings, members, file, number, self._folder)
+        if lines := self._warm.get(number):
+            path = write_warm_file(self._folder / f"{number}.warm", lines)
+            settings = settings.model_copy(update={"warm": path})
+        return ModelProcess(members[0].name, settings)
+
+    def _most_waiting(self, tenant: str) -> int:
+        queued = self.keys.limits(tenant).queued
+        return self.settings.parallel + (self.settings.max_queue if queued is None else queued)
+
+
+def make_router_app(router: Router) -> FastAPI:
+    """Return the application of a router. Its schema has the endpoints of all models."""
+    app = App(_lifespan)
+    app.state.router, app.state.server, app.state.said = router, router.model, SaidOnce()
+    for route in all_routes():
+        if route.path not in _OWN:
+            endpoint = _ROUTER_S.get(route.path, forward)
+            app.router.routes.append(_Route(route.path, endpoint, methods=sorted(route.methods or ())))
+    include_endpoints(app)  # after those, so that only `_OWN` are reached
+    dress(app, router.settings, router.keys, router.metrics.http)
+    return app
+
+
+class _Route(Route):
+    """A route whose path is counted, as FastAPI's are."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, found = super().matches(scope)
+        return match, {**found, "route": self}
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    router: Router = app.state.router
+    begun = asyncio.create_task(router.begin())
+    yield
+    await router.end()
+    await begun
+
+
+async def _health(request: Request) -> Response:
+    """Answer 200, and which models are in memory."""
+    models = {each.model_name: "loaded" if each.loaded else "not loaded" for each in _models(request)}
+    return JSONResponse({"status": "ok", "models": models})
+
+
+async def _ready(request: Request) -> Response:
+    if not request.app.state.router.ready:
+        raise ApiError(503, "the server is starting or shutting down", code="not_ready")
+    return JSONResponse({"status": "ready"})
+
+
+async def _text_of_metrics(request: Request) -> Response:
+    router: Router = request.app.state.router
+    check_metrics_key(router.metrics_key, request)
+    headers = [each for each in request.scope["headers"] if each[0] in (b"authorization", b"x-api-key")]
+    return Response(await router.metrics_text(headers), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _stats(request: Request) -> Response:
+    """Return a model's statistics, which neither loads it nor keeps it."""
+    tenant(request)
+    model = routed(model_of(request, request.query_params.get("model"), generates=False))
+    if not model.loaded:
+        message = f"the model {model.model_name!r} is not loaded, so it has no statistics: ask it first"
+        raise ApiError(503, message, param="model", code="model_not_loaded")
+    return await pass_on(request, model, lambda: None)
+
+
+_ROUTER_S = {"/health": _health, "/ready": _ready, "/metrics": _text_of_metrics, "/v1/stats": _stats}
+
+
+def _models(request: Request) -> list[RoutedModel]:
+    router: Router = request.app.state.router
+    return router.model.all
+
+
+def _groups(settings: ServerSettings) -> list[tuple[list[ServedModel], ModelFile]]:
+    """Return each model with its adapters, and its header.
+
+    Raises:
+        ValueError, OSError: a model or adapter is wrong; the message says which.
+    """
+    groups: list[tuple[list[ServedModel], ModelFile]] = []
+    for model in served_models(settings):
+        check_files(model)
+        if not model.parent:
+            groups.append(([], read_model_file(model.path)))
+        groups[-1][0].append(model)
+    for members, file in groups:
+        check_adapters(members, file)
+    check_keeps(settings, [file for _, file in groups])
+    return groups
+
+
+def _by_group(
+    settings: ServerSettings,
+    groups: Sequence[tuple[Sequence[ServedModel], ModelFile]],
+    lines: Sequence[WarmLine],
+) -> dict[int, list[WarmLine]]:
+    """Return the prompts to be warm by the number of their group.
+
+    Raises:
+        ValueError: the model of one is not served.
+    """
+    numbers = {model.name: i for i, (members, _) in enumerate(groups) for model in members}
+    found: dict[int, list[WarmLine]] = {}
+    for line in lines:
+        if line.model is not None and line.model not in numbers:
+            raise ValueError(f"{settings.warm}: the model {line.model!r} is not served here")
+        found.setdefault(numbers.get(line.model or "", 0), []).append(line)
+    return found
+
+
+async def _metrics(process: ModelProcess, headers: Sequence[tuple[bytes, bytes]]) -> str:
+    """Return the metrics of a process; "" if it does not answer."""
+    try:
+        status, text = await asyncio.wait_for(get(process.socket, "/metrics", headers), _METRICS_SECONDS)
+    except (*ENDED, asyncio.TimeoutError):
+        return ""
+    return text.decode() if status == 200 else ""
