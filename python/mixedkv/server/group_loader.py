@@ -251,7 +251,7 @@ def describe(state: ServerState, model: ServedModel, file: ModelFile) -> None:
     state.kv = str(parse_kv(settings.kv if state.generates else "f16"))
     state.capabilities = _capabilities(
         generates=state.generates,
-        tools=state.generates and renderer.takes_tools,
+        tools=state.generates and bool(template or settings.chat_format),
         thinks=state.generates and renderer.thinks,
         infills=any(f"tokenizer.ggml.{name}_token_id" in file.metadata for name in ("fim_pre", "prefix")),
         sees=bool(model.mmproj),
