@@ -64,14 +64,16 @@ def test_an_answer_is_calls_or_a_text(mode: str, text: str, allowed: bool) -> No
     assert follows(render(mode=mode), text) is allowed
 
 
-@pytest.mark.parametrize("parallel", [False, True])
-def test_one_call_or_several(parallel: bool) -> None:
+@pytest.mark.parametrize("parallel", [False, None, True])
+def test_one_call_or_several(parallel: bool | None) -> None:
     several = CALL.replace("}]}", '}, {"name": "add", "arguments": {"a": 1, "b": 2}}]}')
     rendered = render(mode="required", parallel=parallel)
-    assert follows(rendered, several) is parallel
+    assert follows(rendered, several) is (parallel is True)
     reader = rendered.reader()
     reader.feed(several, last=True)
-    assert [call.name for call in reader.answer.complete_calls] == ["get_weather", "add"][: 1 + parallel]
+    assert [call.name for call in reader.answer.complete_calls] == ["get_weather", "add"][
+        : 1 + (parallel is True)
+    ]
 
 
 def test_only_the_named_function_can_be_called() -> None:

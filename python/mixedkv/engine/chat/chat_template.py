@@ -41,12 +41,17 @@ class ToolChoice:
     Attributes:
         mode: "none" only text, "auto" the model's choice, "required" at least one call.
         name: the only function to call; with "required".
-        parallel: more than one call is allowed.
+        parallel: more than one call is allowed; None: where the template has calls.
     """
 
     mode: str = "auto"
     name: str = ""
-    parallel: bool = True
+    parallel: bool | None = None
+
+    @property
+    def several(self) -> bool:
+        """True if a template that has calls may have more than one."""
+        return self.parallel is not False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,12 +197,12 @@ class ChatRenderer:
         if must:
             callable_ = [tool for tool in tools if choice.name in ("", tool["function"]["name"])]
             reading = self._apply(messages, callable_, choice, options)
-            constraint = _calls_only(reading, callable_, choice.parallel)
+            constraint = _calls_only(reading, callable_, choice.several)
         elif tools and choice.mode == "none":
             reading = self._apply(messages, [], choice, options)
         elif tools and prompt.triggers:
             with suppress(ValueError):  # calls are the model's choice: unconstrained rather than refused
-                constraint = _calls_only(prompt, tools, choice.parallel)
+                constraint = _calls_only(prompt, tools, choice.several)
         thoughts = _tags(prompt)
         tags = (thoughts.start, *thoughts.ends) if thoughts is not None else ()
         return RenderedChat(
@@ -210,7 +215,7 @@ class ChatRenderer:
             answer=_forgotten(prompt, thoughts),
             before=_said(messages[-1]) if options.continues else ReadAnswer(),
             prompt=reading,
-            parallel=choice.parallel,
+            parallel=choice.several,
         )
 
     @cached_property
@@ -250,7 +255,7 @@ class ChatRenderer:
                 json.dumps(messages),
                 json.dumps(tools),
                 choice.mode,
-                choice.parallel,
+                choice.several,
                 options.thinking,
                 variables,
                 options.continues,

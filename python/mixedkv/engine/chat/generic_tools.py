@@ -25,7 +25,7 @@ from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.constrain.json_schema import closed_schema
 
 _CALLS, _TEXT = '{"tool_calls": [', '{"response": '
-_MOST_CALLS = 8  # of one answer: a small model goes on calling
+_MOST_CALLS = 8  # of one answer that may have several: a small model repeats its call
 _CALL = re.compile(r'(?:, )?\{"name": ("(?:[^"\\]|\\.)*"), "arguments": ')
 # llguidance writes \u for control characters only, so no character in two halves
 _WHOLE_ESCAPES = re.compile(r'"(?:[^"\\]+|\\(?:u[0-9a-fA-F]{4}|[^u]))*')
@@ -66,7 +66,7 @@ def render(chat: Chat, plain: Callable[[Chat], RenderedChat]) -> RenderedChat:
         constraint=_constraint(tools, chat.choice),
         thoughts=None if must else rendered.thoughts,
         prompt=_Reader(rendered.prompt),
-        parallel=chat.choice.parallel,
+        parallel=chat.choice.parallel is True,
     )
 
 
@@ -117,7 +117,7 @@ def _constraint(tools: Sequence[Mapping[str, Any]], choice: ToolChoice) -> Const
     """Return the constraint of an answer that calls one of the tools or, if it need not, is a text."""
     must = choice.mode == "required"
     functions = [tool["function"] for tool in tools if choice.name in ("", tool["function"]["name"])]
-    more = f'(", " call){{0,{_MOST_CALLS - 1}}}' if choice.parallel else ""
+    more = f'(", " call){{0,{_MOST_CALLS - 1}}}' if choice.parallel is True else ""
     rules = [
         "start: calls" if must else "start: calls | answer",
         f'calls: {json.dumps(_CALLS)} call {more} "]}}"',

@@ -159,7 +159,9 @@ class ResponsesRequest(WithoutHosted):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = Field(
-        None, description="true: kept for a day, for previous_response_id; default: false."
+        None,
+        description="Kept for a day, for previous_response_id; default: true, in place of the oldest one "
+        "where there is no room.",
     )
     metadata: Metadata | None = None
     user: Name | None = Field(None, description=IGNORED)
@@ -173,7 +175,7 @@ class ResponsesRequest(WithoutHosted):
     )
     max_tool_calls: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(None, description=IGNORED)
     previous_response_id: Id | None = Field(
-        None, description="Of a response with store=true: its history goes before the input."
+        None, description="Of a response that is kept: its history goes before the input."
     )
     # known, but not what this server does: see `_refuse_unsupported`
     conversation: Any = Field(None, description=REFUSED)
