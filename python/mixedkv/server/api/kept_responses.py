@@ -70,9 +70,8 @@ async def will_keep(
         why = bad_request("store: a response about images is not kept: set it to false", "store")
     elif len(messages) >= MAX_MESSAGES:
         why = bad_request(f"store: a chat of {len(messages)} messages is too long: set it to false", "store")
-    elif full := await server.contexts.check_quota(owner):
-        if wanted or not await _oldest(server, owner):
-            why = _no_room(full)
+    elif (full := await server.contexts.check_quota(owner)) and (wanted or not await _oldest(server, owner)):
+        why = _no_room(full)
     if wanted and why is not None:
         raise why
     return why is None
