@@ -1,4 +1,4 @@
-"""A server whose layers are streamed, with an adapter: the answers are those of layers that stay in memory."""
+"""A server with an adapter whose layers are streamed: the answers are those of layers in memory."""
 
 from __future__ import annotations
 
