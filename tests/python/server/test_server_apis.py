@@ -297,7 +297,6 @@ def test_structured_responses(server: Server) -> None:
         ({"background": True}, "background"),
         ({"input": []}, "at least 1"),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "function_call"),
-        ({"tools": [{"type": "web_search"}]}, "function"),
         ({"input": [{"type": "function_call_output", "call_id": "a", "output": "1"}]}, "unanswered call"),
     ],
 )
