@@ -225,7 +225,9 @@ def read_chat_template(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"chat_template={path}: {error}") from None
+        raise ValueError(
+            f"chat_template={path}: {error}: give a file, or with chat_format the name of a format"
+        ) from None
 
 
 def check_files(model: ServedModel) -> None:

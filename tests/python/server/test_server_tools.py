@@ -318,3 +318,11 @@ def test_a_session_has_no_tools(server: Server) -> None:
     body = {"messages": [USER], "tools": [ADD], "session_id": session}
     status, answer, _ = server.request("POST", "/v1/chat/completions", body)
     assert (status, answer["error"]["param"]) == (400, "session_id")
+
+
+def test_a_named_format_has_tools_too() -> None:
+    with running("--n-ctx", "2048", "--chat-format", "chatml") as server:
+        body = {"messages": [USER], "tools": [WEATHER, ADD], "tool_choice": "required", **OPTIONS}
+        answer = server.post("/v1/chat/completions", body)
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    check(call["function"]["name"], call["function"]["arguments"])

@@ -55,10 +55,11 @@ def render(chat: Chat, plain: Callable[[Chat], RenderedChat]) -> RenderedChat:
             "continue_final_message: this model's chat template has no tools, so an answer that may call "
             "is one JSON object and continues no text: leave out one of both, or set tool_choice to none"
         )
-    options = replace(chat.options, thinking=chat.options.thinking and not must)
     messages = [*_described(chat.messages, tools)] if tools else chat.messages
     said = replace(chat, messages=_written(messages, bool(tools)), tools=(), choice=ToolChoice())
-    rendered = plain(replace(said, options=options))
+    rendered = plain(said)
+    if must and rendered.thoughts is not None:
+        rendered = plain(replace(said, options=replace(chat.options, thinking=False)))
     if not tools:
         return rendered
     return replace(

@@ -370,7 +370,10 @@ def _make_formatter(chat_format: str, template: str, bos: str, eos: str) -> Any:
     if chat_format:
         formatter = getattr(llama_chat_format, "format_" + chat_format.replace("-", "_"), None)
         if formatter is None:
-            raise ValueError(f"chat_format={chat_format!r} is not one of llama-cpp-python's")
+            known = (name.removeprefix("format_") for name in dir(llama_chat_format) if name[:7] == "format_")
+            raise ValueError(
+                f"chat_format={chat_format!r} is not one of llama-cpp-python's: use {', '.join(sorted(known))}"
+            )
         return formatter
     if not template:
         return None
