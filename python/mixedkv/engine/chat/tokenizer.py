@@ -372,7 +372,8 @@ def _make_formatter(chat_format: str, template: str, bos: str, eos: str) -> Any:
         if formatter is None:
             known = (name.removeprefix("format_") for name in dir(llama_chat_format) if name[:7] == "format_")
             raise ValueError(
-                f"chat_format={chat_format!r} is not one of llama-cpp-python's: use {', '.join(sorted(known))}"
+                f"chat_format={chat_format!r} is not one of llama-cpp-python's: use one of "
+                f"{', '.join(sorted(known))}"
             )
         return formatter
     if not template:
