@@ -578,3 +578,17 @@ def test_bytes_of_a_long_answer(real_model: Path, tmp_path: Path, drops: bool) -
         )
         assert session.n_dropped > 0
         assert (session.n_sent_bytes == 2 * head.width * n_tokens) == drops
+
+
+def test_a_prompt_that_is_cut_is_told(
+    parts: Exported, head: Head, prompt: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    with _session(parts, head, _MIXED) as (_, _, session):
+        _answer(session, prompt, n=2)
+        assert not caplog.records
+        _answer(session, prompt * 100, n=2)
+    (said,) = caplog.messages
+    assert said == (
+        f"the prompt has {100 * len(prompt)} tokens, and the server room for {_N_CTX - 1}: "
+        f"its first {_SINKS} and its last {_WINDOW} are used"
+    )
