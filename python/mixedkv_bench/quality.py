@@ -7,46 +7,33 @@ per position are kept, so memory does not grow with the text.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from mixedkv_bench.bench_test import Bench, BenchTest, Measure
+from mixedkv_bench import tasks
+from mixedkv_bench.bench_test import Bench, BenchTest, Measure, Options
 from mixedkv_bench.harness import context_facts, sample_text
-from mixedkv_bench.harness.cache_settings import REFERENCE, Setting
+from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, REFERENCE, Setting
 from mixedkv_bench.harness.contexts import MICRO_BATCH, CannotRunError, Context, LoadedModel
 from mixedkv_bench.harness.progress import Bar
-from mixedkv_bench.harness.row import CacheRow, RowPart
+from mixedkv_bench.harness.row import CacheRow
 from mixedkv_bench.harness.summary import log_softmax, standard_error
 from mixedkv_bench.harness.table import Cells, Table, number
-from mixedkv_bench.options import Options
 
 _SEED = 50_000
 _CHUNK_FLOATS = 1 << 22  # of one chunk's logits
 _MOST = np.float32(80)  # change of a logit, whose exponential single precision still holds
-_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 _MODES = {"batch": "in large batches", "token": "token by token"}
+MODES = tuple(_MODES)
 
 Document = npt.NDArray[np.int32]
-
-
-class PositionPart(RowPart):
-    """Some positions of all documents."""
-
-    start: int = Field(alias="from", description="first position")
-    to: int = Field(description="the one after the last")
-    n_positions: int = Field(description="positions")
-    kld_mean: float = Field(description="as of the row")
-    kld_median: float = Field(description="as of the row")
-    ppl_ratio: float = Field(description="as of the row")
-    same_top1: float = Field(description="as of the row")
 
 
 class QualityRow(CacheRow):
@@ -86,13 +73,12 @@ class QualityRow(CacheRow):
     rms_p_change: float | None = Field(
         default=None, description="root mean square of the change of the following token's probability"
     )
-    by_position: list[PositionPart] | None = Field(
-        default=None, description="the divergence by where it is in a document"
-    )
 
 
 def prepare(bench: Bench) -> Measure:
     """Raises ValueError if the text is too short for a document."""
+    if bench.options.tasks:
+        return tasks.prepare(bench)
     documents = read_documents(bench.model, bench.options)
     return lambda: measure(bench, documents)
 
@@ -298,12 +284,11 @@ def _row(contender: _Contender, mode: str, options: Options, documents: Sequence
     if contender.kept:
         kept, at = np.concatenate(contender.kept), np.concatenate(contender.at)
         row |= _summary(kept[at >= n_ctx // 2])
-        row["by_position"] = list(_by_position(kept, at, n_ctx))
     return QualityRow.model_validate(row)
 
 
 def _summary(kept: npt.NDArray[np.float64]) -> dict[str, float]:
-    """Return the numbers of some positions: a row's own are of the second half of each document."""
+    """Return the numbers of some positions."""
     if not len(kept):
         return {"n_positions": 0}
     kld = kept[:, _KLD]
@@ -321,18 +306,6 @@ def _summary(kept: npt.NDArray[np.float64]) -> dict[str, float]:
         "same_top1": float(kept[:, _SAME_TOP].mean()),
         "rms_p_change": float(np.sqrt((kept[:, _P_CHANGE] ** 2).mean())),
     }
-
-
-def _by_position(
-    kept: npt.NDArray[np.float64], at: npt.NDArray[np.int64], n_ctx: int
-) -> Iterator[PositionPart]:
-    edges = [edge for edge in _EDGES if edge < n_ctx] + [n_ctx]
-    for low, high in pairwise(edges):
-        summary = _summary(kept[(at >= low) & (at < high)])
-        if summary["n_positions"]:
-            keys = ("n_positions", "kld_mean", "kld_median", "ppl_ratio", "same_top1")
-            part = {key: summary[key] for key in keys}
-            yield PositionPart.model_validate({"from": low, "to": high, **part})
 
 
 def _cells(rows: Sequence[QualityRow]) -> Cells:
@@ -359,11 +332,19 @@ TABLE = Table(
     by=lambda row: _MODES[row.mode],
     cells=_cells,
 )
+
+
+def check(options: Options) -> None:
+    if options.tasks:
+        tasks.check(options)
+
+
 TEST = BenchTest(
     name="quality",
-    measures="divergence from an F32 cache, on real or generated text",
-    flags=("--flash-attn", "--text", "--n-ctx", "--repeats", "--mode"),
-    tables=(TABLE,),
+    measures="divergence from an F32 cache on real or generated text, or right answers to questions about it",
+    flags=("--flash-attn", "--text", "--n-ctx", "--repeats", "--mode", "--task"),
+    specs=DEFAULT_SPECS,
+    tables=(TABLE, tasks.TABLE),
     prepare=prepare,
-    in_all=True,
+    check=check,
 )

@@ -15,12 +15,11 @@ from mixedkv.model.footprint import longest_context
 from mixedkv.native.memory import memory_room
 from mixedkv.real_text import read_text
 from mixedkv_bench import quality, speed
-from mixedkv_bench.bench_test import Bench, BenchTest, Measure
-from mixedkv_bench.harness.cache_settings import REFERENCE
+from mixedkv_bench.bench_test import Bench, BenchTest, Measure, Options
+from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, REFERENCE
 from mixedkv_bench.harness.contexts import Context, LoadedModel
 from mixedkv_bench.harness.row import CacheRow, Row
 from mixedkv_bench.harness.table import NONE, Cells, Table, number
-from mixedkv_bench.options import Options
 
 _SECONDS = 50.0  # for each of the two parts
 _DOCUMENT = (1024, 2048)  # tokens of the text; fewer hold no window of mixed:quality
@@ -98,7 +97,7 @@ def measure(bench: Bench) -> None:
         n_gen=plan.n_gen,
         repeats=_ROUNDS,
         modes=("batch",),
-        peer=False,
+        peer_settings=(),
     )
     found: list[Row] = []
     work = replace(bench, options=options, add=found.append)
@@ -211,7 +210,8 @@ TABLE = Table(row=QuickRow, title="Which cache to use here", by=lambda row: "", 
 TEST = BenchTest(
     name="quick",
     measures="which cache to use with a model on this machine, in about two minutes",
-    flags=("--flash-attn", "--n-ctx", "--text"),
+    flags=("--text",),
+    specs=DEFAULT_SPECS,
     tables=(TABLE,),
     prepare=prepare,
 )

@@ -13,11 +13,10 @@ from pydantic import Field
 from mixedkv.config import MixedKVConfig
 from mixedkv.config.layers import shorten
 from mixedkv.model.layer_plan import FINEST, MEASURED, LayerPlan, Part, Shares
-from mixedkv_bench.bench_test import Bench, BenchTest, Measure
+from mixedkv_bench.bench_test import Bench, BenchTest, Measure, Options
 from mixedkv_bench.harness.cache_settings import Setting
 from mixedkv_bench.harness.row import Row
 from mixedkv_bench.harness.table import NONE, Cells, Table, number
-from mixedkv_bench.options import Options
 from mixedkv_bench.quality import Document, QualityRow, measure_settings, read_documents
 
 _AT_ONCE = 8  # contexts, beside the reference
@@ -170,7 +169,8 @@ TABLE = Table(
 TEST = BenchTest(
     name="sensitivity",
     measures="what K and V of each layer add to the divergence, and the best types for given bits",
-    flags=("--flash-attn", "--text", "--n-ctx", "--repeats", "--bits"),
+    flags=("--text", "--n-ctx", "--repeats", "--bits"),
+    specs=("mixed",),
     tables=(TABLE,),
     prepare=prepare,
     check=check,

@@ -10,25 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from mixedkv.config import KVSetting
-from mixedkv_bench.bench_test import Bench, BenchTest, Measure
-from mixedkv_bench.harness import context_facts
-from mixedkv_bench.harness.bench_peer import BenchPeer, check_program
-from mixedkv_bench.harness.cache_settings import Setting
-from mixedkv_bench.harness.contexts import CannotRunError, LoadedModel
-from mixedkv_bench.harness.neighbours import neighbours
+from mixedkv_bench.bench_test import Bench, BenchTest, Measure, Options
+from mixedkv_bench.harness.bench_peer import BenchRunner, check_program
+from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, Setting
+from mixedkv_bench.harness.contexts import CannotRunError
 from mixedkv_bench.harness.progress import Bar
 from mixedkv_bench.harness.row import Row
 from mixedkv_bench.harness.speed_run import Local, RunFacts, Runner, SpeedWork
-from mixedkv_bench.harness.stock_peer import Peer
 from mixedkv_bench.harness.summary import quartiles
 from mixedkv_bench.harness.table import NONE, Cells, Table, number, spread
-from mixedkv_bench.options import Options
 
 
 class SpeedRow(Row):
@@ -43,9 +39,8 @@ class SpeedRow(Row):
 
     test: Literal["speed"] = "speed"
     engine: str = Field(
-        description='`"mixedkv"`, or with `--peer` `"llama_cpp"`: the stock library in a subprocess, in the '
-        "same rounds; with `--peer PROGRAM` its name: a llama-bench, or a llama-sweep-bench, which takes "
-        "times at multiples of its prompt"
+        description='`"mixedkv"`, or with `--peer` the name of the program: a llama-bench, or a '
+        "llama-sweep-bench, which takes times at multiples of its prompt"
     )
     depth: int = Field(description="tokens in the cache before the measured ones")
     n_prompt: int = Field(description="tokens of the prompt, evaluated in micro-batches of 512")
@@ -53,16 +48,12 @@ class SpeedRow(Row):
     sequences: int = Field(
         default=1, description="that are at this depth in one context and get a token each in a step"
     )
-    busy: int = Field(default=0, description="processes that only computed beside (`--busy`)")
     fill: str | None = Field(
         default=None,
         description='`"synthetic"`: the state was made of the rows of 64 decoded tokens, repeated up to the '
         "depth, and as many tokens decoded as the F16 window holds (the few sinks are cold then); "
         '`"peaked"`: as that, with keys such that a tenth of the cache holds the attention; `"real"`: all '
         "were decoded",
-    )
-    v_skipped: float | None = Field(
-        default=None, description="share of the values that `v_skip` left out, in all rounds"
     )
     pages_read: float | None = Field(
         default=None, description="share of the pages that `sparse` read, in all rounds"
@@ -99,18 +90,6 @@ class SpeedRow(Row):
     tg_vs_uniform: float | None = Field(default=None, description="as `pp_vs_uniform`")
     tg_vs_stock: float | None = Field(default=None, description="as `pp_vs_stock`")
     tg_vs_peer: float | None = Field(default=None, description="as `pp_vs_peer`")
-    peer_version: str | None = Field(default=None, description="version of the stock llama_cpp")
-    peer_extra_buffers: bool | None = Field(
-        default=None,
-        description="false where it ran without repacked weights, since it would have crashed (quantised "
-        "weights on a CPU with AMX, library built by GCC before 13)",
-    )
-
-
-class Opener(Protocol):
-    """Makes what runs a setting."""
-
-    def __call__(self, setting: Setting, work: SpeedWork) -> Runner: ...
 
 
 class Times(NamedTuple):
@@ -133,12 +112,10 @@ class Contender:
 
 
 def check(options: Options) -> None:
-    if options.peer and options.sequences > 1:
-        raise ValueError(f"--sequences {options.sequences} is not for --peer, which has one: leave one out")
-    if options.peer_path is not None:
-        check_program(options.peer_path)
-        if "bench" not in options.peer_path.name:
-            raise ValueError(f"--peer {options.peer_path}: speed takes a llama-bench or llama-sweep-bench")
+    if options.peer is not None:
+        check_program(options.peer)
+        if options.sequences > 1:
+            raise ValueError(f"--sequences {options.sequences}: a --peer has one: leave one of them out")
 
 
 def prepare(bench: Bench) -> Measure:
@@ -151,67 +128,42 @@ def measure(bench: Bench) -> None:
     What was measured is added also when this is interrupted.
     """
     options, progress = bench.options, bench.progress
-    with ExitStack() as peers:
-        entries = _entries(bench.model, bench, peers)
-        progress.add(len(options.depths) * len(entries) * (options.repeats + 1))
-        for depth in options.depths:
-            work = SpeedWork(
-                depth=depth,
-                n_prompt=options.n_prompt,
-                n_gen=options.n_gen,
-                threads=options.threads,
-                fill=options.fill,
-                sequences=options.sequences,
-            )
-            contenders = [Contender(setting, engine) for setting, engine, _ in entries]
+    n_contenders = len(options.settings) + len(options.peer_settings)
+    progress.add(len(options.depths) * n_contenders * (options.repeats + 1))
+    for depth in options.depths:
+        work = SpeedWork(
+            depth=depth,
+            n_prompt=options.n_prompt,
+            n_gen=options.n_gen,
+            threads=options.threads,
+            fill=options.fill,
+            sequences=options.sequences,
+        )
+        with ExitStack() as stack:
+            contenders = list(_contenders(bench, work, stack))
             try:
-                with ExitStack() as stack:
-                    for contender, (_, _, open_) in zip(contenders, entries, strict=True):
-                        _open(contender, open_, work, stack, progress)
-                    with neighbours(options.busy):
-                        _take_turns(contenders, work, options.repeats, progress)
+                _take_turns(contenders, work, options.repeats, progress)
             finally:
-                for row in _rows(contenders, work, options.busy):
+                for row in _rows(contenders, work):
                     bench.add(row)
 
 
-def _entries(model: LoadedModel, bench: Bench, stack: ExitStack) -> list[tuple[Setting, str, Opener]]:
-    """Return what is compared: each setting here, and with `--peer` those that llama.cpp knows there."""
-
-    def open_here(setting: Setting, work: SpeedWork) -> Runner:
-        runner = Local(model, setting, work)
+def _contenders(bench: Bench, work: SpeedWork, stack: ExitStack) -> Iterator[Contender]:
+    """Yield what is compared: each setting here, and with `--peer` those that llama.cpp knows there."""
+    options = bench.options
+    for setting in options.settings:
+        bench.progress.show(f"speed at {work.depth}: fill {setting.name}")
+        contender = Contender(setting, "mixedkv")
         try:
-            runner.facts["attention"] = context_facts.attention(runner.context)
-        except CannotRunError:
-            runner.close()
-            raise
-        return runner
-
-    entries: list[tuple[Setting, str, Opener]] = [
-        (setting, "mixedkv", open_here) for setting in bench.options.settings
-    ]
-    if bench.options.peer:
-        engine, open_ = _peer(bench.options, stack)
-        entries += [(setting, engine, open_) for setting in bench.options.peer_settings]
-    return entries
-
-
-def _peer(options: Options, stack: ExitStack) -> tuple[str, Opener]:
-    if options.peer_path is not None:
-        return options.peer_path.name, BenchPeer(options.peer_path, options.file).open
-    peer = Peer(options.file)
-    stack.callback(peer.close)
-    return "llama_cpp", peer.open
-
-
-def _open(contender: Contender, open_: Opener, work: SpeedWork, stack: ExitStack, progress: Bar) -> None:
-    progress.show(f"speed at {work.depth}: fill {contender.setting.name}")
-    try:
-        contender.runner = open_(contender.setting, work)
-        stack.callback(contender.runner.close)
-        contender.facts = contender.runner.facts
-    except CannotRunError as error:
-        contender.error = str(error)
+            contender.runner = stack.enter_context(Local(bench.model, setting, work))
+            contender.facts = contender.runner.facts
+        except CannotRunError as error:
+            contender.error = str(error)
+        yield contender
+    for setting in options.peer_settings:
+        assert options.peer is not None
+        runner = BenchRunner(options.peer, options.file, setting, work)
+        yield Contender(setting, options.peer.name, facts=runner.facts, runner=runner)
 
 
 def _take_turns(contenders: Sequence[Contender], work: SpeedWork, repeats: int, progress: Bar) -> None:
@@ -232,7 +184,7 @@ def _take_turns(contenders: Sequence[Contender], work: SpeedWork, repeats: int, 
             progress.step()
 
 
-def _rows(contenders: Sequence[Contender], work: SpeedWork, busy: int) -> Iterator[SpeedRow]:
+def _rows(contenders: Sequence[Contender], work: SpeedWork) -> Iterator[SpeedRow]:
     for contender in contenders:
         measured: dict[str, float | list[float]] = {}
         if contender.times:
@@ -248,7 +200,6 @@ def _rows(contenders: Sequence[Contender], work: SpeedWork, busy: int) -> Iterat
             "n_prompt": work.n_prompt,
             "n_gen": work.n_gen,
             "sequences": work.sequences,
-            "busy": busy,
             **contender.facts,
             **measured,
         }
@@ -327,18 +278,16 @@ TEST = BenchTest(
     flags=(
         "--flash-attn",
         "--depths",
-        "--n-ctx",
         "--n-prompt",
         "--n-gen",
         "--repeats",
         "--sequences",
         "--fill",
-        "--busy",
         "--peer",
         "--peer-kv",
     ),
+    specs=DEFAULT_SPECS,
     tables=(TABLE,),
     check=check,
     prepare=prepare,
-    in_all=True,
 )

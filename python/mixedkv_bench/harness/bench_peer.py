@@ -23,40 +23,35 @@ _SECONDS = 3600.0  # of one run
 
 
 def check_program(path: Path) -> None:
-    """Raise ValueError unless it is a program."""
+    """Raise ValueError unless it is a program that measures."""
     if not (path.is_file() and os.access(path, os.X_OK)):
-        raise ValueError(f"--peer {path} is not a program: give the path of a binary, or --peer alone")
-
-
-class BenchPeer:
-    """A program that measures llama.cpp or a relative of it."""
-
-    def __init__(self, program: Path, model: ModelFile) -> None:
-        self.program, self.model = program.resolve(), model
-        self.is_sweep = "sweep" in program.name
-
-    def open(self, setting: Setting, work: SpeedWork) -> BenchRunner:
-        return BenchRunner(self, setting, work)
+        raise ValueError(f"--peer {path} is not a program: give the path of a llama-bench")
+    if "bench" not in path.name:
+        raise ValueError(f"--peer {path}: speed takes a llama-bench or llama-sweep-bench")
 
 
 class BenchRunner:
-    """A setting at one depth; each measurement is a run of the program."""
+    """A setting at one depth, measured by a program; each measurement is a run of it."""
 
-    def __init__(self, peer: BenchPeer, setting: Setting, work: SpeedWork) -> None:
-        self._peer, self._work = peer, work
-        common = ["-m", str(peer.model.path.resolve()), "-t", str(work.threads)]
+    def __init__(self, program: Path, model: ModelFile, setting: Setting, work: SpeedWork) -> None:
+        self._program, self._work = program.resolve(), work
+        common = ["-m", str(model.path.resolve()), "-t", str(work.threads)]
         common += ["-ctk", setting.kv.type_k, "-ctv", setting.kv.type_v]
-        if peer.is_sweep:  # a prompt of `-ub` and `-n` tokens generated, at each multiple of `-ub`
+        if self._is_sweep:  # a prompt of `-ub` and `-n` tokens generated, at each multiple of `-ub`
             n_steps = -(-work.depth // work.n_prompt)
             flash = "on" if setting.flash_attn else "off"
-            self._command = [str(peer.program), *common, "-fa", flash, "-n", str(work.n_gen)]
-            self._command += ["-c", str((n_steps + 1) * work.n_prompt), "-ub", str(work.n_prompt)]
-            self._command += ["--sweep-stride", str(max(1, n_steps))]  # takes times at 0 and at the last step
+            common += ["-fa", flash, "-n", str(work.n_gen), "-ub", str(work.n_prompt)]
+            common += ["-c", str((n_steps + 1) * work.n_prompt)]
+            common += ["--sweep-stride", str(max(1, n_steps))]  # takes times at 0 and at the last step
         else:
-            self._command = [str(peer.program), *common, "-fa", str(int(setting.flash_attn)), "-r", "1"]
-            self._command += ["-p", str(work.n_prompt), "-n", str(work.n_gen), "-d", str(work.depth)]
-            self._command += ["-ngl", "0", "-o", "json"]
+            common += ["-fa", str(int(setting.flash_attn)), "-r", "1", "-ngl", "0", "-o", "json"]
+            common += ["-p", str(work.n_prompt), "-n", str(work.n_gen), "-d", str(work.depth)]
+        self._command = [str(self._program), *common]
         self.facts: RunFacts = {"fill": "real", "attention": "llama.cpp"}
+
+    @property
+    def _is_sweep(self) -> bool:
+        return "sweep" in self._program.name
 
     def measure(self) -> tuple[float, float]:
         try:
@@ -65,16 +60,13 @@ class BenchRunner:
                     self._command, capture_output=True, text=True, timeout=_SECONDS, cwd=folder
                 )
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise CannotRunError(f"{self._peer.program.name}: {error}") from None
+            raise CannotRunError(f"{self._program.name}: {error}") from None
         if done.returncode:
             words = " ".join(done.stderr.split()[-30:])
-            raise CannotRunError(f"{self._peer.program.name} ended with status {done.returncode}: {words}")
-        if self._peer.is_sweep:
+            raise CannotRunError(f"{self._program.name} ended with status {done.returncode}: {words}")
+        if self._is_sweep:
             return sweep_seconds(done.stdout + done.stderr, self._work)  # some have the table in their log
         return bench_seconds(done.stdout, self._work)
-
-    def close(self) -> None:
-        """Close the peer; nothing of it is left running."""
 
 
 def bench_seconds(output: str, work: SpeedWork) -> tuple[float, float]:

@@ -1,24 +1,18 @@
-"""One model and its contexts on llama_cpp's low-level API, for measurements that `Llama` would hide.
-
-The library is whichever one llama_cpp runs on: that of mixedkv, or in the process of `stock_peer` the one
-that llama_cpp came with. So this module, `filling` and `speed_run` import nothing of mixedkv: only
-a cache that the stock library does not know makes them.
-"""
+"""One model and its contexts on llama_cpp's low-level API, for measurements that `Llama` would hide."""
 
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from mixedkv import _core
+from mixedkv import _core
+from mixedkv_bench.harness.cache_settings import Setting
 
 MICRO_BATCH = 512
 _LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR
@@ -28,46 +22,16 @@ class CannotRunError(ValueError):
     """This model cannot run this setting; the text says why."""
 
 
-class Cache(Protocol):
-    """Protocol of what a context is made with: a `Setting`, or in the process of `stock_peer` a `StockCache`.
-
-    Attributes:
-        flash_attn: whether attention is fused.
-        type_k, type_v: the names of the types of K and V.
-        type_ids: ggml's numbers of these types.
-        window: tokens whose rows a mixed cache keeps in F16; None for a cache that is not mixed.
-    """
-
-    @property
-    def flash_attn(self) -> bool: ...
-    @property
-    def type_k(self) -> str: ...
-    @property
-    def type_v(self) -> str: ...
-    @property
-    def type_ids(self) -> tuple[int, int]: ...
-    @property
-    def window(self) -> int | None: ...
-
-    def check_context(self, n_ctx: int) -> None:
-        """Raise ValueError if the cache cannot have a context of `n_ctx` tokens."""
-
-    def native(self) -> _core.CacheConfig | None:
-        """Return the setting as the native library takes it; None for a cache of llama.cpp's own."""
-
-
 class LoadedModel:
-    """A model in memory, read by any number of contexts; without `weights` its vocabulary alone.
+    """A model in memory, read by any number of contexts.
 
     Raises:
         ValueError: llama.cpp refuses the file.
     """
 
-    def __init__(self, path: Path, *, extra_buffers: bool = True, weights: bool = True) -> None:
+    def __init__(self, path: Path) -> None:
         log.start()
         params = llama_cpp.llama_model_default_params()
-        params.use_extra_bufts = extra_buffers
-        params.vocab_only = not weights
         self.path = path
         self.ptr: Any = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if not self.ptr:
@@ -113,7 +77,7 @@ class Context:
     """
 
     def __init__(
-        self, model: LoadedModel, setting: Cache, *, n_ctx: int, threads: int, n_seq: int = 1
+        self, model: LoadedModel, setting: Setting, *, n_ctx: int, threads: int, n_seq: int = 1
     ) -> None:
         self.model, self.setting, self.n_seq = model, setting, n_seq
         self.n_past = 0
@@ -139,34 +103,18 @@ class Context:
         except ValueError as error:
             raise CannotRunError(str(error)) from None
         log.start()
-        reason = self._init(params)
-        if not self.ptr:
-            raise CannotRunError(reason or log.text() or "llama.cpp could not make a context")
-        self._threads = self._own_threads()
-        return self.ptr
-
-    def _init(self, params: Any) -> str:
-        """Makes the context; the reason when there is none."""
         native = self.setting.native()
-        if native is None:
-            self.ptr = llama_cpp.llama_init_from_model(self.model.ptr, params)
-            return ""
-        from mixedkv import _core
-
         try:
-            _core.configure_next(native)
+            if native is not None:
+                _core.configure_next(native)
             self.ptr = llama_cpp.llama_init_from_model(self.model.ptr, params)
         finally:
             _core.withdraw()
-        return "" if self.ptr else _core.last_error()
-
-    def _own_threads(self) -> Any:
-        """Set the threads as `mixedkv.Llama` has them; not in a process with the stock library."""
-        if "mixedkv._core" not in sys.modules:
-            return None
-        from mixedkv import _core
-
-        return _core.Threads(self.address)
+        if not self.ptr:
+            reason = _core.last_error() if native is not None else ""
+            raise CannotRunError(reason or log.text() or "llama.cpp could not make a context")
+        self._threads = _core.Threads(self.address)  # as `mixedkv.Llama` has them
+        return self.ptr
 
     @property
     def address(self) -> int:
@@ -175,8 +123,7 @@ class Context:
     def close(self) -> None:
         if self.ptr:
             llama_cpp.llama_batch_free(self._batch)
-            if self._threads:
-                self._threads.close()
+            self._threads.close()
             llama_cpp.llama_free(self.ptr)
             self.ptr = None
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from mixedkv.kv.stats import format_bytes
 from mixedkv_bench.harness.row import Row
 
 NONE = "-"
@@ -39,10 +38,6 @@ class Table(Generic[R]):
 
 def number(value: float | None, form: str) -> str:
     return NONE if value is None else format(value, form)
-
-
-def as_bytes(value: int | None) -> str:
-    return NONE if value is None else format_bytes(value)
 
 
 def spread(low: float | None, middle: float | None, high: float | None, samples: Sequence[Any] | None) -> str:

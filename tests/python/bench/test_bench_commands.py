@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mixedkv.cli.main import make_parser
+from mixedkv_bench.arguments import COMMON
 from mixedkv_bench.catalog import TESTS
-from mixedkv_bench.flags import COMMON
 
 pytestmark = pytest.mark.nightly
 
@@ -45,14 +45,12 @@ def test_the_help_of_a_test_has_its_flags_alone(name: str, capsys: pytest.Captur
         make_parser().parse_args(["bench", name, "--help"])
     assert end.value.code == 0
     out = capsys.readouterr().out
-    assert set(re.findall(r"^  (?:-m MODEL, )?(--[a-z-]+)", out, re.M)) == (
-        {*COMMON, *TESTS[name].flags} | ({"--no-peer"} if "--peer" in TESTS[name].flags else set())
-    )
+    assert set(re.findall(r"^  (?:-m MODEL, )?(--[a-z-]+)", out, re.M)) == {*COMMON, *TESTS[name].flags}
     assert TESTS[name].measures in " ".join(out.split())
 
 
 def test_a_flag_of_another_test_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        make_parser().parse_args(["bench", "quality", "--turns", "3"])
+        make_parser().parse_args(["bench", "quality", "--depths", "3"])
     assert end.value.code == 2
-    assert "unrecognized arguments: --turns 3" in capsys.readouterr().err
+    assert "unrecognized arguments: --depths 3" in capsys.readouterr().err

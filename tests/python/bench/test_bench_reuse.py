@@ -56,15 +56,14 @@ def test_rows_and_calibration(
         "--n-prompt",
         "500",
         "--calibrate",
-        "--folder",
         str(tmp_path),
         "--max-kld",
         "9",
     ]
-    data = run(tmp_path / "r.json", "reuse", "--kv", KV, *small)
-    full = [row for row in data["rows"] if row["method"] == "full"]
+    rows = run(tmp_path / "r.json", "reuse", "--kv", KV, *small)
+    full = [row for row in rows if row["method"] == "full"]
     assert [(row["workload"], row["donor"]) for row in full] == KINDS
-    for row in data["rows"]:
+    for row in rows:
         assert row["n_cases"] == 1
         if row["method"] == "full":
             assert (row["kld_mean"], row["evaluated"], row["approximate"]) == (0, 1, 0)
@@ -88,12 +87,12 @@ def test_rows_and_calibration(
 @pytest.mark.slow
 def test_what_was_asked_for_is_measured(tmp_path: Path) -> None:
     flags = ["--workload", "edited", "--documents", "2", "--repair", "seam", "--repair", "query"]
-    data = run(tmp_path / "r.json", "reuse", "--kv", KV, "--repeats", "2", "--n-prompt", "300", *flags)
-    assert [(row["workload"], row["method"]) for row in data["rows"]] == [
+    rows = run(tmp_path / "r.json", "reuse", "--kv", KV, "--repeats", "2", "--n-prompt", "300", *flags)
+    assert [(row["workload"], row["method"]) for row in rows] == [
         ("edited", method) for method in ("full", "seam", "query")
     ]
-    assert all(row.get("kld_of_none") is None for row in data["rows"])  # which was not measured
-    for row in data["rows"]:
+    assert all(row.get("kld_of_none") is None for row in rows)  # which was not measured
+    for row in rows:
         assert row["cpu_vs_cold"] == 1 if row["method"] == "full" else row["cpu_vs_cold"] > 0
 
 
@@ -127,12 +126,12 @@ def test_a_calibration_of_another_model_is_refused(llm: Llama, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
-        (["--calibrate"], "--folder"),
+        (["--calibrate", "no/such/folder"], "cannot be written"),
         (["--n-prompt", "100"], "256 or more"),
         (["--max-kld", "0"], "positive number"),
         (["--workload", "poems"], "invalid choice: 'poems'"),
         (["--documents", "1"], "2 or more"),
-        (["--calibrate", "--folder", ".", "--repair", "query"], "leave --workload, --donor and --repair out"),
+        (["--calibrate", ".", "--repair", "query"], "leave --workload, --donor and --repair out"),
         (["--workload", "few_shot", "--donor", "alone"], "no rows of this donor"),
     ],
 )

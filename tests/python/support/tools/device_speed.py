@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import mixedkv
-from mixedkv_bench.flags import depths, number
+from mixedkv_bench.arguments import depths, number
 from mixedkv_bench.harness import context_facts
 from mixedkv_bench.harness.cache_settings import Setting, make_settings
 from mixedkv_bench.harness.contexts import MICRO_BATCH, Context, LoadedModel

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from random import Random
 
+from mixedkv_bench.harness.kvboost_peer import KVBoost
+
 from mixedkv import Llama
 from mixedkv.chunks import ChunkCache, Method
 from mixedkv.chunks.deviation import follow
@@ -20,7 +22,6 @@ from mixedkv.model.named_model import find_model
 from mixedkv.real_text import read_real_text
 from mixedkv.store import KVStore
 from mixedkv.tokens import Tokens, as_tokens
-from mixedkv_bench.harness.kvboost_peer import KVBoost
 from mixedkv_bench.harness.summary import wilson
 
 _PLACES = ("mill", "barn", "shed", "tower", "chapel", "harbour", "garden", "cellar", "bridge", "stable")

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import numpy as np
+from mixedkv_bench.harness.kvboost_peer import KVBoost
 
 from mixedkv import Llama
 from mixedkv.chunks import ChunkCache
@@ -23,7 +24,6 @@ from mixedkv.model.named_model import find_model
 from mixedkv.real_text import read_real_text
 from mixedkv.store import KVStore
 from mixedkv.tokens import Tokens, as_tokens
-from mixedkv_bench.harness.kvboost_peer import KVBoost
 
 _N_ANSWER = 8
 _LINES_A_TURN = 8  # of the corpus, four of each side
