@@ -1,6 +1,7 @@
-"""A proxy that is as far away as it is told to be: `python -m mixedkv_bench.harness.delay_proxy PORT MS`.
+"""A proxy that is as far away as it is told to be: `python tests/measure/delay_proxy.py PORT MS`.
 
-Passes bytes to a port of this machine and back, each way half the milliseconds late, and prints its own port.
+Passes bytes to a port of this machine and back, each way half the milliseconds late, and prints its own
+port.
 """
 
 from __future__ import annotations

@@ -36,16 +36,16 @@ class LoadedModel:
         self.ptr: Any = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if not self.ptr:
             raise ValueError(f"{path} cannot be loaded: {log.text() or 'llama.cpp refuses it'}")
-        self._vocab = llama_cpp.llama_model_get_vocab(self.ptr)
-        self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
-        self.bos = int(llama_cpp.llama_vocab_bos(self._vocab))
-        self.adds_bos = bool(llama_cpp.llama_vocab_get_add_bos(self._vocab)) and self.bos >= 0
+        self.vocab = llama_cpp.llama_model_get_vocab(self.ptr)
+        self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self.vocab))
+        self.bos = int(llama_cpp.llama_vocab_bos(self.vocab))
+        self.adds_bos = bool(llama_cpp.llama_vocab_get_add_bos(self.vocab)) and self.bos >= 0
 
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
         """Return the tokens of a text, without the one that begins a document."""
         data = text.encode()
         tokens = (llama_cpp.llama_token * (len(data) + 8))()
-        n = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, len(tokens), False, special)
+        n = llama_cpp.llama_tokenize(self.vocab, data, len(data), tokens, len(tokens), False, special)
         if n < 0:
             raise ValueError(f"llama.cpp cannot tokenize a text of {len(data)} bytes")
         return list(tokens[:n])
@@ -56,7 +56,7 @@ class LoadedModel:
 
     def _piece(self, token: int) -> bytes:
         buffer = ctypes.create_string_buffer(256)
-        n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, True)
+        n = llama_cpp.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, True)
         return buffer.raw[: max(n, 0)]
 
     def random_tokens(self, n: int, seed: int = 1) -> npt.NDArray[np.int32]:

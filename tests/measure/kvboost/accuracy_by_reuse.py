@@ -3,7 +3,7 @@
 Each passage was evaluated alone and stored. The prompt has them in another order, and asks for one fact.
 An answer is right if it has the fact's number. "full" evaluates the whole prompt.
 
-python tests/python/support/tools/accuracy_by_reuse.py -m smollm2:f16 [--kvboost PYTHON] [--cases N]
+python tests/measure/kvboost/accuracy_by_reuse.py -m smollm2:f16 [--kvboost PYTHON] [--cases N]
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from random import Random
 
-from mixedkv_bench.harness.kvboost_peer import KVBoost
+from kvboost_peer import KVBoost
 
 from mixedkv import Llama
 from mixedkv.chunks import ChunkCache, Method

@@ -4,7 +4,7 @@ Each turn has all turns before it in its prompt, and those are stored when it co
 time to the first token beside that of evaluating the whole prompt in the same program, what was reused, and
 whether the eight tokens that follow are those of that evaluation. The answers are the corpus's own.
 
-python tests/python/support/tools/beside_kvboost.py -m smollm2:f16 [--kvboost PYTHON] [--kv SPEC] [--turns N]
+python tests/measure/kvboost/beside_kvboost.py -m smollm2:f16 [--kvboost PYTHON] [--kv SPEC] [--turns N]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import numpy as np
-from mixedkv_bench.harness.kvboost_peer import KVBoost
+from kvboost_peer import KVBoost
 
 from mixedkv import Llama
 from mixedkv.chunks import ChunkCache
