@@ -1,4 +1,4 @@
-"""What a test of `mixedkv bench` is made of: the options of a run, checked, and how a test uses them."""
+"""Base of the tests of `mixedkv bench`: a run's options, checked, and how a test is described and done."""
 
 from __future__ import annotations
 

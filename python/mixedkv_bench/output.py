@@ -20,7 +20,7 @@ from mixedkv_bench.catalog import ROWS, TESTS, AnyRow
 from mixedkv_bench.harness.row import Row, RowPart
 
 
-class Head(RowPart):
+class RunHead(RowPart):
     """The first line: what was run, where, and on what."""
 
     schema_: Literal["mixedkv.bench/2"] = Field(
@@ -53,7 +53,7 @@ class Head(RowPart):
     n_ctx_train: int = Field(description="longest context in training")
 
     @classmethod
-    def of(cls, options: Options, command: str) -> Head:
+    def of(cls, options: Options, command: str) -> RunHead:
         """Return the head of a run that begins now."""
         shape, file, native = options.shape, options.file, _core.version()
         return cls(
@@ -87,7 +87,7 @@ class Head(RowPart):
 class Result:
     """Rows as they come in; with a path, each is a line of the file at once."""
 
-    def __init__(self, head: Head, path: Path | None) -> None:
+    def __init__(self, head: RunHead, path: Path | None) -> None:
         self.head, self.rows = head, list[Row]()
         self._file = None if path is None else path.open("w", encoding="utf-8")
         self._write(head)
@@ -105,7 +105,7 @@ class Result:
             print(json.dumps(line.as_json()), file=self._file, flush=True)
 
 
-def read_result(path: Path) -> tuple[Head, list[AnyRow]]:
+def read_result(path: Path) -> tuple[RunHead, list[AnyRow]]:
     """Return what a run wrote with `--json`.
 
     Raises:
@@ -113,10 +113,10 @@ def read_result(path: Path) -> tuple[Head, list[AnyRow]]:
         ValueError: a line is not what a run writes.
     """
     head, *rows = path.read_text(encoding="utf-8").splitlines()
-    return Head.model_validate_json(head), [ROWS.validate_json(row) for row in rows]
+    return RunHead.model_validate_json(head), [ROWS.validate_json(row) for row in rows]
 
 
-def render(head: Head, rows: Sequence[Row]) -> str:
+def render(head: RunHead, rows: Sequence[Row]) -> str:
     """Return a report of what was run, with a table for everything there are rows of."""
     heads = (
         f", {_list(head.n_head)} query heads over {_list(head.n_head_kv)} KV heads "

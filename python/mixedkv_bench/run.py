@@ -12,14 +12,14 @@ from mixedkv_bench.bench_test import Bench
 from mixedkv_bench.catalog import TESTS
 from mixedkv_bench.harness.contexts import LoadedModel
 from mixedkv_bench.harness.progress import Bar
-from mixedkv_bench.output import Head, Result, render
+from mixedkv_bench.output import RunHead, Result, render
 
 
 def bench(args: argparse.Namespace) -> None:
     """Measure, and print the tables; after Ctrl-C, of what was measured until then."""
     options = arguments.check(args)
     command = shlex.join(["mixedkv", *sys.argv[1:]])
-    with closing(Result(Head.of(options, command), options.json)) as result:
+    with closing(Result(RunHead.of(options, command), options.json)) as result:
         try:
             with Bar() as progress, closing(LoadedModel(options.file.path)) as model:
                 work = Bench(model=model, options=options, progress=progress, add=result.add)

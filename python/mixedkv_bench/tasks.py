@@ -50,8 +50,8 @@ class TaskPart(RowPart):
 class TasksRow(CacheRow):
     """One row per setting and depth.
 
-    Documents of real text with facts in them, as many tokens deep as the row says, documents of dialogue in a
-    format, or for `recall` journals of the bundled model's corpus. The reference is an F16 cache without
+    Documents are real text with facts in it, dialogue in a format, or for `recall` journals of the bundled
+    model's corpus, as many tokens deep as the row says. The reference is an F16 cache without
     flash attention. A setting that keeps all answers has `n_kept` equal to `n_reference`.
     """
 

@@ -60,7 +60,7 @@ class Talk:
     """Makes conversations, and replays them."""
 
     def __init__(self, model: LoadedModel, n_prompt: int, n_gen: int, turns: int) -> None:
-        self._n_prompt, self._n_gen, self._turns = n_prompt, n_gen, turns
+        self._n_prompt, self.n_gen, self._turns = n_prompt, n_gen, turns
         self._count = lambda text: len(model.tokenize(text))
         ends = [i for i in range(model.n_vocab) if llama_cpp.llama_vocab_is_eog(model.vocab, i)]
         self._bias = {str(token): -100.0 for token in ends}
@@ -86,7 +86,7 @@ class Talk:
         return answers
 
     def _ask(self, connection: http.client.HTTPConnection, messages: list[dict[str, str]]) -> Answer:
-        body = {"model": "model", "messages": messages, "max_tokens": self._n_gen, "temperature": 0}
+        body = {"model": "model", "messages": messages, "max_tokens": self.n_gen, "temperature": 0}
         body |= {"logit_bias": self._bias, "stream": True, "stream_options": {"include_usage": True}}
         began, answer = time.perf_counter(), Answer()
         headers = {"Content-Type": "application/json"}
@@ -159,7 +159,7 @@ def replay_all(
     cpu, began = seconds(), time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
         found = list(pool.map(lambda messages: talk.replay(url, messages), conversations))
-    n = sum(answer.usage.get("completion_tokens", 0) for turns in found for answer in turns)
+    n = sum(answer.usage.get("completion_tokens", talk.n_gen) for turns in found for answer in turns)
     return Rates([n / (time.perf_counter() - began)], [(seconds() - cpu) / n], found)
 
 
@@ -169,12 +169,13 @@ def show(name: str, clients: int, rates: Rates) -> None:
     last = 1e3 * float(np.percentile([each.first for each in turns[-1]], 95))
     answers = [each for turn in turns for each in turn]
     prompts = sum(each.usage.get("prompt_tokens", 0) for each in answers) or 1
+    rate, cpu = statistics.median(rates.tokens), 1e3 * statistics.median(rates.cpu)
+    cached = sum(each.cached for each in answers) / prompts
+    print(name)
     print(
-        f"{name[:70]}\n  {clients} clients: {statistics.median(rates.tokens):.1f} tokens/s, "
-        f"first token by turn {first} ms (last 95%: {last:.0f}), "
-        f"{sum(each.cached for each in answers) / prompts:.0%} of prompts cached, CPU {1e3 * statistics.median(rates.cpu):.1f} ms a token",
-        flush=True,
+        f"  {clients} clients: {rate:.1f} tokens/s, CPU {cpu:.1f} ms a token, {cached:.0%} of prompts cached"
     )
+    print(f"  first token by turn {first} ms, 95% of the last {last:.0f} ms", flush=True)
 
 
 def main() -> None:

@@ -66,6 +66,7 @@ class Rounds:
         if args.remote:
             self._options["remote"] = {"max_ram_bytes": 2**40, "key": _key(), "remote": args.remote}
         self.times: dict[str, list[float]] = {}
+        self.n_bytes: dict[str, int] = {}
 
     def _store(self, tier: str) -> KVStore:
         options = dict(self._options[tier])
@@ -77,6 +78,8 @@ class Rounds:
         for tier, store in stores.items():
             if reason := store.save(self.llm, self._prompt[:-_NEW], identity=self._identity).reason:
                 raise SystemExit(f"{tier} did not take the prompt: {reason}")
+            stats = store.stats()
+            self.n_bytes[tier] = stats.bytes_ram or stats.bytes_disk
         if "remote" in stores:  # closing sends what waits, and memory forgets it
             stores["remote"].close()
             stores["remote"] = self._store("remote")
@@ -115,10 +118,9 @@ class Rounds:
         cold = self.times["cold"]
         for tier, seconds in self.times.items():
             ratio = statistics.median(a / b for a, b in zip(seconds, cold, strict=True))
-            print(
-                f"{self._kv}, {tier}: {1e3 * statistics.median(seconds):.0f} ms, {ratio:.1%} of cold",
-                flush=True,
-            )
+            ms = 1e3 * statistics.median(seconds)
+            size = f", {self.n_bytes[tier] / 2**20:.1f} MiB" if tier in self.n_bytes else ""
+            print(f"{self._kv}, {tier}: {ms:.0f} ms, {ratio:.1%} of cold{size}", flush=True)
 
     def chat(self) -> None:
         """Show each turn's first token with its history kept in files, and evaluated anew."""

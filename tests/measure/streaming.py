@@ -33,6 +33,7 @@ from mixedkv.cli.values import memory
 from mixedkv.engine import Engine
 from mixedkv.limits import padded
 from mixedkv.llama import Llama
+from mixedkv.streaming.layer_choice import parse_layers
 
 _GROUPS = Path("/sys/fs/cgroup")
 _CHUNK, _READERS, _READING = 4 << 20, 4, 1.5
@@ -98,6 +99,9 @@ def child(request: dict[str, Any]) -> dict[str, Any]:
         "read": bytes_read() - before,
         "logits": logits.hexdigest(),
     }
+    if llm.streaming:
+        stats = llm.streaming.stats()
+        found["streamed"] = f", {len(stats.layers)} layers of {stats.bytes_pass / 2**30:.2f} GiB read a pass"
     llm.kv.clear()
     with Engine(llm, parallel=request["clients"]) as engine:
         found["clients"] = at_a_time(engine, request["clients"], request["n_gen"])
@@ -146,7 +150,8 @@ def show(name: str, found: dict[str, Any], n_prompt: int, disk: float, same: boo
     print(
         f"{name}: prompt {n_prompt / found['prefill']:.1f} tokens/s, {seconds:.3f} s a token, read at "
         f"{found['read'] / sum(found['passes']) / disk:.0%} of the disk's {disk / 1e9:.1f} GB/s, "
-        f"several answers {found['clients']:.2f} tokens/s, logits {'the same' if same else 'others'}",
+        f"several answers {found['clients']:.2f} tokens/s, logits {'the same' if same else 'others'}"
+        f"{found.get('streamed', '')}",
         flush=True,
     )
 
@@ -159,7 +164,9 @@ def main() -> None:
     parser.add_argument("-m", "--model", required=True)
     parser.add_argument("--memory", type=memory, nargs="*", default=[])
     parser.add_argument("--modes", nargs="+", default=["mmap", "prefetch", "direct"])
-    parser.add_argument("--layers", default="auto", help="as --stream-layers of `mixedkv run`")
+    parser.add_argument(
+        "--layers", type=parse_layers, default="auto", help="as --stream-layers of `mixedkv run`"
+    )
     parser.add_argument("--kv", default="f16")
     for name, default in (("clients", 8), ("threads", 2), ("n-prompt", 32), ("n-gen", 8), ("n-ctx", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)

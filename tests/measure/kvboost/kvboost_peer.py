@@ -1,4 +1,4 @@
-"""KVBoost beside this package's reuse, on the same weights and token ids: `bench reuse --kvboost PYTHON`.
+"""KVBoost beside this package's reuse, on the same weights and token ids.
 
 It needs torch and transformers, which this package does not, so it runs in an environment of its own.
 """

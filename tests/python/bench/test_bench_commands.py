@@ -30,13 +30,21 @@ SHOWN = [pytest.param(each, id=f"{page.stem}-{i}") for page in PAGES for i, each
 
 
 def test_there_are_some() -> None:
-    assert len(SHOWN) > 40
+    assert len(SHOWN) > 30
 
 
 @pytest.mark.parametrize("command", SHOWN)
 def test_a_command_of_a_page_is_one(command: str) -> None:
     args = make_parser().parse_args(["bench", *shlex.split(command)])
     assert args.test == command.split()[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_scripts_that_a_page_names_exist(page: Path) -> None:
+    for script in re.findall(
+        r"tests/(?:measure|python/support)/[\w/]+\.py", page.read_text(encoding="utf-8")
+    ):
+        assert (ROOT / script).is_file(), script
 
 
 @pytest.mark.parametrize("name", TESTS)

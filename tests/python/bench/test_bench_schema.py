@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from mixedkv_bench.catalog import ROWS
-from mixedkv_bench.output import Head, read_result
+from mixedkv_bench.output import RunHead, read_result
 from support import REPOSITORY
 from support.bench_support import run
 from support.tools.schema_page import page
@@ -60,4 +60,4 @@ def test_what_is_wrong_with_a_row_is_found(
 def test_another_schema_is_refused(result: Path) -> None:
     head, _ = read_result(result)
     with pytest.raises(ValidationError, match="schema"):
-        Head.model_validate({**head.as_json(), "schema": "other/1"})
+        RunHead.model_validate({**head.as_json(), "schema": "other/1"})

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from mixedkv_bench.catalog import TESTS
 from mixedkv_bench.harness.row import Row
-from mixedkv_bench.output import Head
+from mixedkv_bench.output import RunHead
 
 _WIDTH = 120
 
@@ -39,7 +39,7 @@ def _lines() -> Iterator[str]:
     yield from _paragraphs(_HEAD)
     yield "## The first line"
     yield ""
-    yield from _table(Head.model_fields.items())
+    yield from _table(RunHead.model_fields.items())
     yield ""
     yield "## Every row"
     yield ""
