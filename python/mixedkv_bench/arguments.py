@@ -217,7 +217,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--peer": {
         "metavar": "PROGRAM",
         "type": Path,
-        "help": "also measure this llama-bench or llama-sweep-bench, in the same rounds",
+        "help": "also measure this llama-bench, in the same rounds",
     },
     "--peer-kv": {
         "metavar": "SPEC",

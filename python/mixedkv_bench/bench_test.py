@@ -65,9 +65,6 @@ class Bench:
     add: Callable[[Row], None]
 
 
-Measure = Callable[[], None]
-
-
 def _accept(_options: Options) -> None:
     pass
 
@@ -81,7 +78,7 @@ class BenchTest:
         flags: those of `mixedkv_bench.arguments` that it reads, besides the ones of every test.
         specs: the caches that are measured without --kv.
         check: raises ValueError if the options are not for this test; before a model is loaded.
-        prepare: makes what measures. It raises ValueError if that cannot be, before anything is measured.
+        measure: adds the rows; what was measured also when it is interrupted.
     """
 
     name: str
@@ -89,5 +86,5 @@ class BenchTest:
     flags: tuple[str, ...]
     specs: tuple[str, ...]
     tables: tuple[Table[Any], ...]
-    prepare: Callable[[Bench], Measure]
+    measure: Callable[[Bench], None]
     check: Callable[[Options], None] = _accept

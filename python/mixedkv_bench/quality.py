@@ -17,10 +17,10 @@ import numpy.typing as npt
 from pydantic import Field
 
 from mixedkv_bench import tasks
-from mixedkv_bench.bench_test import Bench, BenchTest, Measure, Options
-from mixedkv_bench.harness import context_facts, sample_text
+from mixedkv_bench.bench_test import Bench, BenchTest, Options
+from mixedkv_bench.harness import sample_text
 from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, REFERENCE, Setting
-from mixedkv_bench.harness.contexts import MICRO_BATCH, CannotRunError, Context, LoadedModel
+from mixedkv_bench.harness.contexts import MICRO_BATCH, CacheFacts, CannotRunError, Context, LoadedModel
 from mixedkv_bench.harness.progress import Bar
 from mixedkv_bench.harness.row import CacheRow
 from mixedkv_bench.harness.summary import log_softmax, standard_error
@@ -75,14 +75,6 @@ class QualityRow(CacheRow):
     )
 
 
-def prepare(bench: Bench) -> Measure:
-    """Raises ValueError if the text is too short for a document."""
-    if bench.options.tasks:
-        return tasks.prepare(bench)
-    documents = read_documents(bench.model, bench.options)
-    return lambda: measure(bench, documents)
-
-
 def read_documents(model: LoadedModel, options: Options) -> list[Document]:
     """Read `repeats` documents of `n_ctx` tokens each, fewer if the text has no more."""
     head = [model.bos] if model.adds_bos else []
@@ -107,13 +99,20 @@ def read_documents(model: LoadedModel, options: Options) -> list[Document]:
     return [np.array(head + tokens[i : i + n], np.int32) for i in starts]
 
 
-def measure(bench: Bench, documents: Sequence[Document]) -> None:
-    """Add one row per setting and mode, the reference against itself first.
+def measure(bench: Bench) -> None:
+    """Add one row per setting and mode, the reference against itself first; with `--task` those of `tasks`.
 
     Every document is one sequence of `n_ctx` tokens. "batch" decodes it in micro-batches, "token" one token
     at a time, so that a row is computed from rows that went through the cache before. What was measured is
     added also when this is interrupted.
+
+    Raises:
+        ValueError: the text is too short for a document.
     """
+    if bench.options.tasks:
+        tasks.measure(bench)
+        return
+    documents = read_documents(bench.model, bench.options)
     bench.progress.add(len(bench.options.modes) * sum(map(len, documents)))
     for mode in bench.options.modes:
         measure_settings(bench, documents, mode, (REFERENCE, *bench.options.settings), bench.add)
@@ -158,13 +157,13 @@ class _Contender:
     setting: Setting
     context: Context | None
     error: str = ""
-    facts: context_facts.CacheFacts = field(default_factory=context_facts.CacheFacts)
+    facts: CacheFacts = field(default_factory=CacheFacts)
     kept: list[npt.NDArray[np.float64]] = field(default_factory=list)  # [position, column]
     at: list[npt.NDArray[np.int64]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.context is not None:
-            self.facts = context_facts.of_context(self.context)
+            self.facts = self.context.facts()
 
 
 def _read(
@@ -345,6 +344,6 @@ TEST = BenchTest(
     flags=("--flash-attn", "--text", "--n-ctx", "--repeats", "--mode", "--task"),
     specs=DEFAULT_SPECS,
     tables=(TABLE, tasks.TABLE),
-    prepare=prepare,
+    measure=measure,
     check=check,
 )

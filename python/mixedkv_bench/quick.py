@@ -15,7 +15,7 @@ from mixedkv.model.footprint import longest_context
 from mixedkv.native.memory import memory_room
 from mixedkv.real_text import read_text
 from mixedkv_bench import quality, speed
-from mixedkv_bench.bench_test import Bench, BenchTest, Measure, Options
+from mixedkv_bench.bench_test import Bench, BenchTest, Options
 from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, REFERENCE
 from mixedkv_bench.harness.contexts import Context, LoadedModel
 from mixedkv_bench.harness.row import CacheRow, Row
@@ -73,10 +73,6 @@ class Plan:
     depth: int
     n_gen: int
     seconds: float
-
-
-def prepare(bench: Bench) -> Measure:
-    return lambda: measure(bench)
 
 
 def measure(bench: Bench) -> None:
@@ -213,5 +209,5 @@ TEST = BenchTest(
     flags=("--text",),
     specs=DEFAULT_SPECS,
     tables=(TABLE,),
-    prepare=prepare,
+    measure=measure,
 )

@@ -20,13 +20,13 @@ from pydantic import Field
 from mixedkv.chunks import Calibration, ChunkCache, ChunkReuse, Measured, Method
 from mixedkv.chunks.calibration import name_of
 from mixedkv.chunks.chunk_reuse import REPAIRS
-from mixedkv.chunks.deviation import Deviation, Logits, compare, follow
+from mixedkv.chunks.deviation import Deviation, compare, follow
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import padded
 from mixedkv.llama import Llama
 from mixedkv.store import Identity, KVStore
-from mixedkv_bench.bench_test import Bench, BenchTest, Measure, Options
-from mixedkv_bench.harness.cache_settings import REFERENCE, Setting
+from mixedkv_bench.bench_test import Bench, BenchTest, Options
+from mixedkv_bench.harness.cache_settings import Setting
 from mixedkv_bench.harness.contexts import CannotRunError
 from mixedkv_bench.harness.reuse_cases import (
     DONOR_KINDS,
@@ -38,7 +38,7 @@ from mixedkv_bench.harness.reuse_cases import (
     kinds_of,
 )
 from mixedkv_bench.harness.row import Row
-from mixedkv_bench.harness.summary import ratio_interval, wilson
+from mixedkv_bench.harness.summary import ratio_interval
 from mixedkv_bench.harness.table import Cells, Table, number
 
 _FOLLOWED = 24  # tokens after a prompt whose distributions are compared
@@ -84,7 +84,6 @@ class ReuseRow(Row):
     )
     approximate: float | None = Field(default=None, description="share of the rows that are a donor's, mean")
     ttft: float | None = Field(default=None, description="seconds to the first token, median")
-    ttft_p95: float | None = Field(default=None, description="its 95% quantile")
     vs_cold: float | None = Field(
         default=None, description="by the time of full evaluation, median of the ratios within a case"
     )
@@ -106,15 +105,8 @@ class ReuseRow(Row):
         default=None, description="of its 95% interval: bootstrap over prompts"
     )
     kld_of_none_high: float | None = Field(default=None, description="of the same interval")
-    kld_f32: float | None = Field(
-        default=None,
-        description="KL divergence from full evaluation in an F32 cache, mean over the same tokens; of full "
-        "evaluation: what the cache's types cost without reuse",
-    )
     same_top1: float | None = Field(default=None, description="share of them with the same likeliest token")
     correct: int | None = Field(default=None, description="right answers, where full evaluation has any")
-    correct_low: float | None = Field(default=None, description="of the 95% Wilson interval of their share")
-    correct_high: float | None = Field(default=None, description="of the same interval")
 
 
 @dataclass
@@ -126,7 +118,6 @@ class _Results:
     seconds: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     deviations: list[list[Deviation]] = field(default_factory=list)
-    from_f32: list[float] = field(default_factory=list)  # by token
     correct: int = 0
 
 
@@ -138,10 +129,6 @@ def check(options: Options) -> None:
         raise ValueError("--donor: the chosen workloads have no rows of this donor: choose another one")
     if options.n_prompt < 256:
         raise ValueError(f"--n-prompt {options.n_prompt} has no room for documents: use 256 or more")
-
-
-def prepare(bench: Bench) -> Measure:
-    return lambda: measure(bench)
 
 
 def measure(bench: Bench) -> None:
@@ -159,11 +146,8 @@ def measure(bench: Bench) -> None:
             "threads": options.threads,
         }
         try:
-            with (
-                _open(bench.model.path, setting, n_ctx, options.threads) as llm,
-                _open(bench.model.path, REFERENCE, n_ctx, options.threads) as reference,
-            ):
-                _measure_setting(bench, llm, reference, setting, kinds, head)
+            with _open(bench.model.path, setting, n_ctx, options.threads) as llm:
+                _measure_setting(bench, llm, setting, kinds, head)
         except (CannotRunError, UnsupportedModelError) as error:
             bench.add(_refused(*kinds[0], error, head))
 
@@ -186,7 +170,6 @@ def _refused(workload: Workload, donor: DonorKind, error: Exception, head: dict[
 def _measure_setting(
     bench: Bench,
     llm: Llama,
-    reference: Llama,
     setting: Setting,
     kinds: Sequence[tuple[Workload, DonorKind]],
     head: dict[str, Any],
@@ -200,7 +183,7 @@ def _measure_setting(
         try:
             for seed in range(options.repeats):
                 bench.progress.show(f"reuse: {setting.name}, {workload}, {donor}")
-                _measure_case(llm, reference, maker.make(workload, donor, seed), results, seed)
+                _measure_case(llm, maker.make(workload, donor, seed), results, seed)
                 bench.progress.step()
         except CannotRunError as error:
             bench.add(_refused(workload, donor, error, head))
@@ -223,7 +206,7 @@ def _maker(llm: Llama, options: Options) -> CaseMaker:
     return CaseMaker(encode, llm.tokenize(b"", add_bos=True), options.n_prompt, options.n_documents)
 
 
-def _measure_case(llm: Llama, reference: Llama, case: Case, results: Sequence[_Results], seed: int) -> None:
+def _measure_case(llm: Llama, case: Case, results: Sequence[_Results], seed: int) -> None:
     """Measure all methods on one prompt, each from an empty cache and the same store. Full evaluation comes
     first, since it says what the others follow; the others take turns in going next.
     """
@@ -240,8 +223,6 @@ def _measure_case(llm: Llama, reference: Llama, case: Case, results: Sequence[_R
         _timed(full, lambda: alone.prefill(case.prompt, reuse="exact"))
         answer, exact = follow(llm, _ANSWER)
         full.deviations.append([Deviation(0.0, True)] * _FOLLOWED)
-        best = _in_f32(reference, case, answer)
-        full.from_f32 += _klds(best, exact)
         full.correct += _is_right(llm, answer, case)
         for i in range(len(others)):
             one = others[(i + seed) % len(others)]
@@ -249,7 +230,6 @@ def _measure_case(llm: Llama, reference: Llama, case: Case, results: Sequence[_R
             _timed(one, partial(cache.prefill, case.prompt, method=one.method))
             _, logits = follow(llm, _FOLLOWED, answer)
             one.deviations.append([compare(a, b) for a, b in zip(exact[:_FOLLOWED], logits, strict=True)])
-            one.from_f32 += _klds(best, logits)
             if case.answer:
                 llm.kv.remove(0, len(case.prompt) - 1)
                 llm.eval([int(case.prompt[-1])])
@@ -257,17 +237,6 @@ def _measure_case(llm: Llama, reference: Llama, case: Case, results: Sequence[_R
 
 
 _EMPTY = KVStore(None, max_ram_bytes=0)
-
-
-def _in_f32(reference: Llama, case: Case, answer: list[int]) -> list[Logits]:
-    """Return the distributions along an answer in a cache that rounds nothing."""
-    reference.kv.clear()
-    reference.eval(case.prompt.tolist())
-    return follow(reference, _FOLLOWED, answer)[1]
-
-
-def _klds(best: Sequence[Logits], logits: Sequence[Logits]) -> list[float]:
-    return [compare(a, b).kld for a, b in zip(best, logits, strict=False)]
 
 
 def _timed(each: _Results, prefill: Callable[[], ChunkReuse]) -> None:
@@ -292,8 +261,7 @@ def _row(
 ) -> ReuseRow:
     n, full = len(each.seconds), all_results[0]
     deviations = [deviation for case in each.deviations for deviation in case]
-    low, high = wilson(each.correct, n)
-    answers = {"correct": each.correct, "correct_low": low, "correct_high": high} if full.correct else {}
+    answers = {"correct": each.correct} if full.correct else {}
     method = each.method
     unrepaired = [
         other for other in all_results if other.method is not None and other.method.repair == "none"
@@ -312,13 +280,11 @@ def _row(
             "repaired": float(np.mean([reuse.repaired_ratio for reuse in each.reuses])),
             "approximate": float(np.mean([r.n_cached_approximate / r.n_tokens for r in each.reuses])),
             "ttft": float(np.median(each.seconds)),
-            "ttft_p95": float(np.percentile(each.seconds, 95)),
             "vs_cold": float(np.median([a / b for a, b in zip(each.seconds, full.seconds, strict=False)])),
             "cpu_vs_cold": float(np.median([a / b for a, b in zip(each.cpu, full.cpu, strict=False)])),
             "kld_mean": float(np.mean([deviation.kld for deviation in deviations])),
             "kld_first": float(np.mean([case[0].kld for case in each.deviations])),
             "kld_median": float(np.median([deviation.kld for deviation in deviations])),
-            "kld_f32": float(np.mean(each.from_f32)),
             "same_top1": float(np.mean([deviation.same_top1 for deviation in deviations])),
             **of_none,
             **answers,
@@ -373,8 +339,8 @@ def _share(row: ReuseRow) -> str:
 
 
 def _cells(rows: Sequence[ReuseRow]) -> Cells:
-    head = ["cache", "workload", "donor", "method", "evaluated", "repair", "first token", "p95", "of cold"]
-    return [[*head, "CPU", "KLD mean", "of none", "median", "first", "from F32", "same top-1", "right"]] + [
+    head = ["cache", "workload", "donor", "method", "evaluated", "repair", "first token", "of cold"]
+    return [[*head, "CPU", "KLD mean", "of none", "median", "first", "same top-1", "right"]] + [
         [
             row.name,
             row.workload,
@@ -383,14 +349,12 @@ def _cells(rows: Sequence[ReuseRow]) -> Cells:
             number(row.evaluated, ".1%"),
             number(row.repaired, ".1%"),
             number(row.ttft, ".4f"),
-            number(row.ttft_p95, ".4f"),
             number(row.vs_cold, ".1%"),
             number(row.cpu_vs_cold, ".1%"),
             number(row.kld_mean, ".1e"),
             _share(row),
             number(row.kld_median, ".1e"),
             number(row.kld_first, ".1e"),
-            number(row.kld_f32, ".1e"),
             number(row.same_top1, ".1%"),
             "" if row.correct is None else f"{row.correct}/{row.n_cases}",
         ]
@@ -420,5 +384,5 @@ TEST = BenchTest(
     specs=("mixed:cold=q8_0", "mixed"),
     tables=(TABLE,),
     check=check,
-    prepare=prepare,
+    measure=measure,
 )

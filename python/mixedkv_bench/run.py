@@ -12,7 +12,7 @@ from mixedkv_bench.bench_test import Bench
 from mixedkv_bench.catalog import TESTS
 from mixedkv_bench.harness.contexts import LoadedModel
 from mixedkv_bench.harness.progress import Bar
-from mixedkv_bench.output import RunHead, Result, render
+from mixedkv_bench.output import Result, RunHead, render
 
 
 def bench(args: argparse.Namespace) -> None:
@@ -23,7 +23,7 @@ def bench(args: argparse.Namespace) -> None:
         try:
             with Bar() as progress, closing(LoadedModel(options.file.path)) as model:
                 work = Bench(model=model, options=options, progress=progress, add=result.add)
-                TESTS[options.test].prepare(work)()
+                TESTS[options.test].measure(work)
         except KeyboardInterrupt:
             print("interrupted: this is what was measured until then", file=sys.stderr)
             raise

@@ -13,7 +13,7 @@ from pydantic import Field
 from mixedkv.config import MixedKVConfig
 from mixedkv.config.layers import shorten
 from mixedkv.model.layer_plan import FINEST, MEASURED, LayerPlan, Part, Shares
-from mixedkv_bench.bench_test import Bench, BenchTest, Measure, Options
+from mixedkv_bench.bench_test import Bench, BenchTest, Options
 from mixedkv_bench.harness.cache_settings import Setting
 from mixedkv_bench.harness.row import Row
 from mixedkv_bench.harness.table import NONE, Cells, Table, number
@@ -61,15 +61,13 @@ def check(options: Options) -> None:
             raise ValueError(f"--bits {bits:g}: use numbers from {least:g} to {most:g}")
 
 
-def prepare(bench: Bench) -> Measure:
-    """Raises ValueError if the text is too short for a document."""
-    documents = read_documents(bench.model, bench.options)
-    return lambda: measure(bench, documents)
+def measure(bench: Bench) -> None:
+    """Add the rows of each cache in `--kv`, one for each choice of cold types.
 
-
-def measure(bench: Bench, documents: Sequence[Document]) -> None:
-    """Add the rows of each cache in `--kv`, one for each choice of cold types."""
-    options = bench.options
+    Raises:
+        ValueError: the text is too short for a document.
+    """
+    options, documents = bench.options, read_documents(bench.model, bench.options)
     n_cases = 1 + 2 * len(options.shape.layers)
     n_reads = -(-n_cases // _AT_ONCE) + 1
     bench.progress.add(len(options.settings) * n_reads * sum(map(len, documents)))
@@ -172,6 +170,6 @@ TEST = BenchTest(
     flags=("--text", "--n-ctx", "--repeats", "--bits"),
     specs=("mixed",),
     tables=(TABLE,),
-    prepare=prepare,
+    measure=measure,
     check=check,
 )

@@ -16,14 +16,13 @@ import numpy as np
 from pydantic import Field
 
 from mixedkv.config import KVSetting
-from mixedkv_bench.bench_test import Bench, BenchTest, Measure, Options
+from mixedkv_bench.bench_test import Bench, BenchTest, Options
 from mixedkv_bench.harness.bench_peer import BenchRunner, check_program
 from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, Setting
 from mixedkv_bench.harness.contexts import CannotRunError
 from mixedkv_bench.harness.progress import Bar
 from mixedkv_bench.harness.row import Row
 from mixedkv_bench.harness.speed_run import Local, RunFacts, Runner, SpeedWork
-from mixedkv_bench.harness.summary import quartiles
 from mixedkv_bench.harness.table import NONE, Cells, Table, number, spread
 
 
@@ -38,10 +37,7 @@ class SpeedRow(Row):
     """
 
     test: Literal["speed"] = "speed"
-    engine: str = Field(
-        description='`"mixedkv"`, or with `--peer` the name of the program: a llama-bench, or a '
-        "llama-sweep-bench, which takes times at multiples of its prompt"
-    )
+    engine: str = Field(description='`"mixedkv"`, or with `--peer` the name of the program')
     depth: int = Field(description="tokens in the cache before the measured ones")
     n_prompt: int = Field(description="tokens of the prompt, evaluated in micro-batches of 512")
     n_gen: int = Field(description="tokens generated one by one")
@@ -61,8 +57,6 @@ class SpeedRow(Row):
     pp_tps: float | None = Field(
         default=None, description="tokens per second of the prompt, median of the rounds"
     )
-    pp_low: float | None = Field(default=None, description="lower quartile of the rounds")
-    pp_high: float | None = Field(default=None, description="upper quartile of the rounds")
     pp_samples: list[float] | None = Field(default=None, description="all rounds, in order")
     pp_vs_f16: float | None = Field(
         default=None,
@@ -83,8 +77,6 @@ class SpeedRow(Row):
     tg_tps: float | None = Field(
         default=None, description="tokens per second of generation, of all sequences, median of the rounds"
     )
-    tg_low: float | None = Field(default=None, description="as `pp_low`")
-    tg_high: float | None = Field(default=None, description="as `pp_high`")
     tg_samples: list[float] | None = Field(default=None, description="as `pp_samples`")
     tg_vs_f16: float | None = Field(default=None, description="as `pp_vs_f16`")
     tg_vs_uniform: float | None = Field(default=None, description="as `pp_vs_uniform`")
@@ -116,10 +108,6 @@ def check(options: Options) -> None:
         check_program(options.peer)
         if options.sequences > 1:
             raise ValueError(f"--sequences {options.sequences}: a --peer has one: leave one of them out")
-
-
-def prepare(bench: Bench) -> Measure:
-    return lambda: measure(bench)
 
 
 def measure(bench: Bench) -> None:
@@ -221,10 +209,10 @@ def _rates(
         return min(candidates, key=lambda each: float(np.median(seconds(each))), default=None)
 
     samples = [n / each for each in seconds(contender)]
-    low, median, high = quartiles(samples)
     fields: dict[str, float | list[float]] = {
-        f"{part}_tps": median, f"{part}_low": low, f"{part}_high": high, f"{part}_samples": samples
-    }  # fmt: skip
+        f"{part}_tps": float(np.median(samples)),
+        f"{part}_samples": samples,
+    }
     if base := fastest(lambda other: other.setting.is_f16):
         fields[f"{part}_vs_f16"] = _ratio(seconds(base), seconds(contender))
     if base := fastest(lambda other: other.setting.is_f16, ours=False):
@@ -257,12 +245,12 @@ def _cells(rows: Sequence[SpeedRow]) -> Cells:
             row.name,
             row.attention or NONE,
             number(row.pp_tps, ".1f"),
-            spread(row.pp_low, row.pp_tps, row.pp_high, row.pp_samples),
+            spread(row.pp_samples),
             number(row.pp_vs_f16, ".2f"),
             number(row.pp_vs_uniform, ".2f"),
             *([number(row.pp_vs_stock, ".2f"), number(row.pp_vs_peer, ".2f")] if peer else []),
             number(row.tg_tps, ".1f"),
-            spread(row.tg_low, row.tg_tps, row.tg_high, row.tg_samples),
+            spread(row.tg_samples),
             number(row.tg_vs_f16, ".2f"),
             number(row.tg_vs_uniform, ".2f"),
             *([number(row.tg_vs_stock, ".2f"), number(row.tg_vs_peer, ".2f")] if peer else []),
@@ -289,5 +277,5 @@ TEST = BenchTest(
     specs=DEFAULT_SPECS,
     tables=(TABLE,),
     check=check,
-    prepare=prepare,
+    measure=measure,
 )

@@ -17,8 +17,7 @@ from pydantic import Field
 from mixedkv.bundled import model_path
 from mixedkv.model.footprint import model_shape
 from mixedkv.model.gguf_file import read_model_file
-from mixedkv_bench.bench_test import Bench, Measure, Options
-from mixedkv_bench.harness import context_facts
+from mixedkv_bench.bench_test import Bench, Options
 from mixedkv_bench.harness.cache_settings import Setting, make_settings
 from mixedkv_bench.harness.contexts import MICRO_BATCH, CannotRunError, Context, LoadedModel
 from mixedkv_bench.harness.row import CacheRow, RowPart
@@ -111,15 +110,14 @@ def check(options: Options) -> None:
         raise ValueError(f"--n-ctx {options.n_ctx} has no room for the questions: use {_MIN_N_CTX} or more")
 
 
-def prepare(bench: Bench) -> Measure:
-    """Raises ValueError if a text that documents are made of is not installed."""
+def measure(bench: Bench) -> None:
+    """Add one row per setting, the reference first.
+
+    Raises:
+        ValueError: a text that documents are made of is not installed.
+    """
     depth = bench.options.n_ctx - _ROOM
     cases = make_cases(bench.model, bench.options, depth)
-    return lambda: measure(bench, depth, cases)
-
-
-def measure(bench: Bench, depth: int, cases: Sequence[_Case]) -> None:
-    """Add one row per setting, the reference first."""
     [reference] = make_settings(["f16"], "off")
     others = [setting for setting in bench.options.settings if setting != reference]
     bench.progress.add((1 + len(others)) * len(cases))
@@ -149,7 +147,7 @@ def _ask(bench: Bench, setting: Setting, depth: int, cases: Sequence[_Case]) -> 
     except CannotRunError as error:
         return said, row | {"error": str(error)}
     try:
-        row |= context_facts.of_context(context)
+        row |= context.facts()
         for case in cases:
             bench.progress.show(f"answers, {depth} deep: {setting.name}")
             context.clear()

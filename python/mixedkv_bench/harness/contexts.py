@@ -5,13 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
 from mixedkv import _core
+from mixedkv.kv.layer_view import layer_stats
 from mixedkv_bench.harness.cache_settings import Setting
 
 MICRO_BATCH = 512
@@ -20,6 +21,14 @@ _LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR
 
 class CannotRunError(ValueError):
     """This model cannot run this setting; the text says why."""
+
+
+class CacheFacts(TypedDict, total=False):
+    """Fields of a row of a cache."""
+
+    kv_bytes: int
+    bits_per_element: float | None
+    attention: str
 
 
 class LoadedModel:
@@ -200,6 +209,32 @@ class Context:
         if llama_cpp.llama_state_seq_set_data(self.ptr, _pointer(state), state.size, seq) != state.size:
             raise CannotRunError(f"the state could not be restored. {log.text()}")
         self.n_past = n_past
+
+    def facts(self) -> CacheFacts:
+        """Return kv_bytes from llama.cpp's own memory breakdown, bits_per_element and attention.
+
+        Raises:
+            CannotRunError: the model keeps no keys and values.
+        """
+        path, stats = self.attention(), _core.stats(self.address)
+        n = stats["n_elements"]
+        return {
+            "kv_bytes": stats["bytes_total"],
+            "bits_per_element": round(8 * stats["bytes_total"] / n, 4) if n else None,
+            "attention": path,
+        }
+
+    def attention(self) -> str:
+        """Return who reads the rows, as `LayerStats.attention`; where layers differ, names joined by "+".
+
+        Raises:
+            CannotRunError: the model keeps no keys and values.
+        """
+        try:
+            layers = _core.layers(self.address)
+        except LookupError:
+            raise CannotRunError("the model keeps no keys and values: it has no cache to measure") from None
+        return "+".join(sorted({layer_stats(layer).attention for layer in layers})) or "llama.cpp"
 
 
 def _pointer(data: npt.NDArray[np.uint8]) -> Any:

@@ -10,7 +10,6 @@ from typing import Protocol, TypedDict
 import numpy as np
 
 from mixedkv import _core
-from mixedkv_bench.harness import context_facts
 from mixedkv_bench.harness.cache_settings import Setting
 from mixedkv_bench.harness.contexts import MICRO_BATCH, Context, LoadedModel
 from mixedkv_bench.harness.filling import make_fill
@@ -72,7 +71,7 @@ class Local:
         self.context = Context(model, setting, n_ctx=work.n_ctx, threads=work.threads, n_seq=work.sequences)
         try:
             self._fill = make_fill(self.context, work.depth, work.fill)
-            attention = context_facts.attention(self.context)
+            attention = self.context.attention()
         except BaseException:
             self.context.close()
             raise

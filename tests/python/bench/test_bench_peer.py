@@ -1,4 +1,4 @@
-"""Other programs in the tables: llama-bench and llama-sweep-bench, given by their paths."""
+"""Another program in the tables: a llama-bench, given by its path."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from mixedkv.bundled import model_path
 from mixedkv.cli import main
 from mixedkv.model.gguf_file import read_model_file
-from mixedkv_bench.harness.bench_peer import BenchRunner, bench_seconds, sweep_seconds
+from mixedkv_bench.harness.bench_peer import BenchRunner, bench_seconds
 from mixedkv_bench.harness.cache_settings import make_settings
 from mixedkv_bench.harness.contexts import CannotRunError
 from mixedkv_bench.harness.speed_run import SpeedWork
@@ -20,13 +20,6 @@ from support.bench_support import run
 pytestmark = pytest.mark.nightly
 
 WORK = SpeedWork(depth=600, n_prompt=512, n_gen=32, threads=2)
-SWEEP = """main: n_kv_max = 2048
-|    PP |     TG |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |
-|-------|--------|--------|----------|----------|----------|----------|
-|   512 |    128 |      0 |    1.000 |   512.00 |    2.000 |    64.00 |
-|   512 |    128 |    512 |    1.500 |   341.33 |    3.000 |    42.67 |
-|   512 |    128 |   1024 |    2.000 |   256.00 |    4.000 |    32.00 |
-"""
 
 
 def program(path: Path, source: str) -> Path:
@@ -41,12 +34,6 @@ def test_what_llama_bench_prints() -> None:
     for broken in ("", "{}", "[1]", json.dumps(rows[:1])):
         with pytest.raises(CannotRunError, match="printed no times"):
             bench_seconds(broken, WORK)
-
-
-def test_what_llama_sweep_bench_prints() -> None:
-    assert sweep_seconds(SWEEP, WORK) == (2.0, 1.0)  # the step at 1,024, for 32 tokens of its 128
-    with pytest.raises(CannotRunError, match="no step at 600 tokens"):
-        sweep_seconds(SWEEP.rpartition("|   512")[0], WORK)
 
 
 def test_a_program_takes_its_turns(tmp_path: Path) -> None:
@@ -71,23 +58,6 @@ print(json.dumps([{"n_prompt": n_prompt, "n_gen": 0, "avg_ns": slow * 1e12},
     mixed = ours["mixed"]
     assert mixed["tg_vs_peer"] == pytest.approx(2 * mixed["tg_vs_stock"])
     assert mixed["pp_vs_peer"] > 1
-
-
-def test_a_sweep_takes_times_at_the_depth(tmp_path: Path) -> None:
-    """It fills its cache up to there, and begins with a step at 0."""
-    sweep = program(
-        tmp_path / "llama-sweep-bench",
-        """options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-n_ctx, step, stride, n = (int(options[key]) for key in ("-c", "-ub", "--sweep-stride", "-n"))
-assert options["-fa"] == "on" and options["-ctk"] == "q4_0", options
-for at in range(0, n_ctx, step * stride):
-    print(f"| {step} | {n} | {at} | {at + 1}.0 | 1.0 | {at + 2}.0 | 1.0 |", file=sys.stderr)
-open("llama.log", "w").close()""",
-    )
-    (setting,) = make_settings(["q4_0"])
-    runner = BenchRunner(sweep, read_model_file(model_path()), setting, WORK)
-    assert runner.measure() == (1025.0, 1026.0)
-    assert not Path("llama.log").exists()
 
 
 def test_a_program_has_one_sequence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

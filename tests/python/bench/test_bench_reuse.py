@@ -68,7 +68,6 @@ def test_rows_and_calibration(
         if row["method"] == "full":
             assert (row["kld_mean"], row["evaluated"], row["approximate"]) == (0, 1, 0)
             assert row["repaired"] == 0
-            assert 0 < row["kld_f32"] < 0.1
         elif row["method"] == "none":  # the first turn of a history is too short to be reused
             assert row["approximate"] > 0.2 or row["workload"] == "system"
             assert row["evaluated"] + row["approximate"] <= 1.001  # the rest was cached exactly
