@@ -22,7 +22,7 @@ from mixedkv_bench.harness import sample_text
 from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, REFERENCE, Setting
 from mixedkv_bench.harness.contexts import MICRO_BATCH, CacheFacts, CannotRunError, Context, LoadedModel
 from mixedkv_bench.harness.progress import Bar
-from mixedkv_bench.harness.row import CacheRow
+from mixedkv_bench.harness.row import CacheRow, measured
 from mixedkv_bench.harness.summary import log_softmax, standard_error
 from mixedkv_bench.harness.table import Cells, Table, number
 
@@ -55,23 +55,19 @@ class QualityRow(CacheRow):
         description="true for the reference measured against itself: its divergence must be 0"
     )
     text: str = Field(default="", description="what was read: kind, source and hash of the text")
-    n_documents: int | None = Field(default=None, description="documents that were read")
-    n_positions: int | None = Field(default=None, description="positions the numbers are of")
-    kld_mean: float | None = Field(default=None, description="mean KL divergence, nats")
-    kld_se: float | None = Field(
-        default=None, description="its standard error, from means of blocks of 32 neighbours"
-    )
-    kld_median: float | None = Field(default=None, description="median of the divergence, nats")
-    kld_p99: float | None = Field(default=None, description="its 99% quantile")
-    kld_p999: float | None = Field(default=None, description="its 99.9% quantile")
-    kld_max: float | None = Field(default=None, description="its largest value")
-    ppl: float | None = Field(default=None, description="perplexity")
-    ppl_ratio: float | None = Field(default=None, description="its ratio to the reference's")
-    same_top1: float | None = Field(
-        default=None, description="share of positions with the same likeliest token"
-    )
-    rms_p_change: float | None = Field(
-        default=None, description="root mean square of the change of the following token's probability"
+    n_documents: int | None = measured("documents that were read")
+    n_positions: int | None = measured("positions the numbers are of")
+    kld_mean: float | None = measured("mean KL divergence, nats")
+    kld_se: float | None = measured("its standard error, from means of blocks of 32 neighbours")
+    kld_median: float | None = measured("median of the divergence, nats")
+    kld_p99: float | None = measured("its 99% quantile")
+    kld_p999: float | None = measured("its 99.9% quantile")
+    kld_max: float | None = measured("its largest value")
+    ppl: float | None = measured("perplexity")
+    ppl_ratio: float | None = measured("its ratio to the reference's")
+    same_top1: float | None = measured("share of positions with the same likeliest token")
+    rms_p_change: float | None = measured(
+        "root mean square of the change of the following token's probability"
     )
 
 

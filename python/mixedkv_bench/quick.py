@@ -18,7 +18,7 @@ from mixedkv_bench import quality, speed
 from mixedkv_bench.bench_test import Bench, BenchTest, Options
 from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, REFERENCE
 from mixedkv_bench.harness.contexts import Context, LoadedModel
-from mixedkv_bench.harness.row import CacheRow, Row
+from mixedkv_bench.harness.row import CacheRow, Row, measured
 from mixedkv_bench.harness.table import NONE, Cells, Table, number
 
 _SECONDS = 50.0  # for each of the two parts
@@ -47,16 +47,16 @@ class QuickRow(CacheRow):
     """
 
     test: Literal["quick"] = "quick"
-    longest_n_ctx: int | None = Field(
-        default=None, description="tokens of the longest context that fits this machine's memory, by formula"
+    longest_n_ctx: int | None = measured(
+        "tokens of the longest context that fits this machine's memory, by formula"
     )
-    depth: int | None = Field(default=None, description="tokens in the cache where speed was measured")
-    pp_tps: float | None = Field(default=None, description="as of `speed`")
-    tg_tps: float | None = Field(default=None, description="as of `speed`")
-    tg_vs_f16: float | None = Field(default=None, description="as of `speed`")
-    n_positions: int | None = Field(default=None, description="positions that the next two are of")
-    kld_mean: float | None = Field(default=None, description="as of `quality`")
-    same_top1: float | None = Field(default=None, description="as of `quality`")
+    depth: int | None = measured("tokens in the cache where speed was measured")
+    pp_tps: float | None = measured("as of `speed`")
+    tg_tps: float | None = measured("as of `speed`")
+    tg_vs_f16: float | None = measured("as of `speed`")
+    n_positions: int | None = measured("positions that the next two are of")
+    kld_mean: float | None = measured("as of `quality`")
+    same_top1: float | None = measured("as of `quality`")
     advice: Literal["", "use this", "if memory is short"] = Field(
         default="",
         description="`use this`: the smallest cache that keeps the likeliest token as often as F16 does, "

@@ -37,7 +37,7 @@ from mixedkv_bench.harness.reuse_cases import (
     Workload,
     kinds_of,
 )
-from mixedkv_bench.harness.row import Row
+from mixedkv_bench.harness.row import Row, measured
 from mixedkv_bench.harness.summary import ratio_interval
 from mixedkv_bench.harness.table import Cells, Table, number
 
@@ -74,39 +74,30 @@ class ReuseRow(Row):
     ratio: float = Field(description="share of the reused tokens that the method chooses")
     overlap_k: int = Field(description="tokens of each seam that are evaluated")
     n_cases: int = Field(description="prompts")
-    n_prompt: int | None = Field(default=None, description="tokens of a prompt, median")
-    evaluated: float | None = Field(
-        default=None,
-        description="tokens evaluated by those of the prompt, mean; evaluation of some layers counts in part",
+    n_prompt: int | None = measured("tokens of a prompt, median")
+    evaluated: float | None = measured(
+        "tokens evaluated by those of the prompt, mean; evaluation of some layers counts in part"
     )
-    repaired: float | None = Field(
-        default=None, description="the part of that which is the repair's: all but what is in no donor"
+    repaired: float | None = measured("the part of that which is the repair's: all but what is in no donor")
+    approximate: float | None = measured("share of the rows that are a donor's, mean")
+    ttft: float | None = measured("seconds to the first token, median")
+    vs_cold: float | None = measured("by the time of full evaluation, median of the ratios within a case")
+    cpu_vs_cold: float | None = measured(
+        "the same of the CPU time of all threads: what else runs counts less"
     )
-    approximate: float | None = Field(default=None, description="share of the rows that are a donor's, mean")
-    ttft: float | None = Field(default=None, description="seconds to the first token, median")
-    vs_cold: float | None = Field(
-        default=None, description="by the time of full evaluation, median of the ratios within a case"
+    kld_mean: float | None = measured(
+        f"KL divergence from full evaluation, nats, mean over the {_FOLLOWED} tokens that full "
+        "evaluation goes on with"
     )
-    cpu_vs_cold: float | None = Field(
-        default=None, description="the same of the CPU time of all threads: what else runs counts less"
+    kld_first: float | None = measured("that of the first token alone, mean")
+    kld_median: float | None = measured("its median over all of these tokens")
+    kld_of_none: float | None = measured(
+        '`kld_mean` by that of `"none"` on the same prompts, where both were measured'
     )
-    kld_mean: float | None = Field(
-        default=None,
-        description=f"KL divergence from full evaluation, nats, mean over the {_FOLLOWED} tokens that full "
-        "evaluation goes on with",
-    )
-    kld_first: float | None = Field(default=None, description="that of the first token alone, mean")
-    kld_median: float | None = Field(default=None, description="its median over all of these tokens")
-    kld_of_none: float | None = Field(
-        default=None,
-        description='`kld_mean` by that of `"none"` on the same prompts, where both were measured',
-    )
-    kld_of_none_low: float | None = Field(
-        default=None, description="of its 95% interval: bootstrap over prompts"
-    )
-    kld_of_none_high: float | None = Field(default=None, description="of the same interval")
-    same_top1: float | None = Field(default=None, description="share of them with the same likeliest token")
-    correct: int | None = Field(default=None, description="right answers, where full evaluation has any")
+    kld_of_none_low: float | None = measured("of its 95% interval: bootstrap over prompts")
+    kld_of_none_high: float | None = measured("of the same interval")
+    same_top1: float | None = measured("share of them with the same likeliest token")
+    correct: int | None = measured("right answers, where full evaluation has any")
 
 
 @dataclass

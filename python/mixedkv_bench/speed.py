@@ -21,7 +21,7 @@ from mixedkv_bench.harness.bench_peer import BenchRunner, check_program
 from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, Setting
 from mixedkv_bench.harness.contexts import CannotRunError
 from mixedkv_bench.harness.progress import Bar
-from mixedkv_bench.harness.row import Row
+from mixedkv_bench.harness.row import Row, measured
 from mixedkv_bench.harness.speed_run import Local, RunFacts, Runner, SpeedWork
 from mixedkv_bench.harness.table import NONE, Cells, Table, number, spread
 
@@ -44,44 +44,32 @@ class SpeedRow(Row):
     sequences: int = Field(
         default=1, description="that are at this depth in one context and get a token each in a step"
     )
-    fill: str | None = Field(
-        default=None,
-        description='`"synthetic"`: the state was made of the rows of 64 decoded tokens, repeated up to the '
+    fill: str | None = measured(
+        '`"synthetic"`: the state was made of the rows of 64 decoded tokens, repeated up to the '
         "depth, and as many tokens decoded as the F16 window holds (the few sinks are cold then); "
         '`"peaked"`: as that, with keys such that a tenth of the cache holds the attention; `"real"`: all '
-        "were decoded",
+        "were decoded"
     )
-    pages_read: float | None = Field(
-        default=None, description="share of the pages that `sparse` read, in all rounds"
+    pages_read: float | None = measured("share of the pages that `sparse` read, in all rounds")
+    pp_tps: float | None = measured("tokens per second of the prompt, median of the rounds")
+    pp_samples: list[float] | None = measured("all rounds, in order")
+    pp_vs_f16: float | None = measured(
+        "times as fast as the fastest F16 setting of llama.cpp in this run: median of the ratios "
+        "within a round"
     )
-    pp_tps: float | None = Field(
-        default=None, description="tokens per second of the prompt, median of the rounds"
+    pp_vs_uniform: float | None = measured("the same against llama.cpp's own cache of the same K and V types")
+    pp_vs_stock: float | None = measured(
+        "with `--peer`: times as fast as the fastest F16 setting of the peer, likewise"
     )
-    pp_samples: list[float] | None = Field(default=None, description="all rounds, in order")
-    pp_vs_f16: float | None = Field(
-        default=None,
-        description="times as fast as the fastest F16 setting of llama.cpp in this run: median of the ratios "
-        "within a round",
+    pp_vs_peer: float | None = measured(
+        "with `--peer`: times as fast as the peer's cache of the same K and V types, likewise"
     )
-    pp_vs_uniform: float | None = Field(
-        default=None, description="the same against llama.cpp's own cache of the same K and V types"
-    )
-    pp_vs_stock: float | None = Field(
-        default=None,
-        description="with `--peer`: times as fast as the fastest F16 setting of the peer, likewise",
-    )
-    pp_vs_peer: float | None = Field(
-        default=None,
-        description="with `--peer`: times as fast as the peer's cache of the same K and V types, likewise",
-    )
-    tg_tps: float | None = Field(
-        default=None, description="tokens per second of generation, of all sequences, median of the rounds"
-    )
-    tg_samples: list[float] | None = Field(default=None, description="as `pp_samples`")
-    tg_vs_f16: float | None = Field(default=None, description="as `pp_vs_f16`")
-    tg_vs_uniform: float | None = Field(default=None, description="as `pp_vs_uniform`")
-    tg_vs_stock: float | None = Field(default=None, description="as `pp_vs_stock`")
-    tg_vs_peer: float | None = Field(default=None, description="as `pp_vs_peer`")
+    tg_tps: float | None = measured("tokens per second of generation, of all sequences, median of the rounds")
+    tg_samples: list[float] | None = measured("as `pp_samples`")
+    tg_vs_f16: float | None = measured("as `pp_vs_f16`")
+    tg_vs_uniform: float | None = measured("as `pp_vs_uniform`")
+    tg_vs_stock: float | None = measured("as `pp_vs_stock`")
+    tg_vs_peer: float | None = measured("as `pp_vs_peer`")
 
 
 class Times(NamedTuple):

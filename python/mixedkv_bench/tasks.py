@@ -20,7 +20,7 @@ from mixedkv.model.gguf_file import read_model_file
 from mixedkv_bench.bench_test import Bench, Options
 from mixedkv_bench.harness.cache_settings import Setting, make_settings
 from mixedkv_bench.harness.contexts import MICRO_BATCH, CannotRunError, Context, LoadedModel
-from mixedkv_bench.harness.row import CacheRow, RowPart
+from mixedkv_bench.harness.row import CacheRow, RowPart, measured
 from mixedkv_bench.harness.summary import wilson
 from mixedkv_bench.harness.table import NONE, Cells, Table, number
 from mixedkv_bench.harness.task_items import RECALL, TaskItem, make_piles
@@ -58,12 +58,12 @@ class TasksRow(CacheRow):
     depth: int = Field(description="tokens of a document")
     n_documents: int = Field(description="documents of each kind")
     control: bool = Field(description="true for the reference with the F16 cache, which comes first")
-    tasks: list[TaskPart] | None = Field(default=None, description="answers by kind of question")
-    same_tokens: float | None = Field(
-        default=None, description=f"tokens until greedy text differs from the reference's, mean of {_GREEDY}"
+    tasks: list[TaskPart] | None = measured("answers by kind of question")
+    same_tokens: float | None = measured(
+        f"tokens until greedy text differs from the reference's, mean of {_GREEDY}"
     )
-    same_texts: float | None = Field(default=None, description="share of these texts that agree to the end")
-    n_texts: int | None = Field(default=None, description="texts")
+    same_texts: float | None = measured("share of these texts that agree to the end")
+    n_texts: int | None = measured("texts")
 
 
 @dataclass(frozen=True)
