@@ -58,17 +58,13 @@ class SpeedRow(Row):
         "within a round"
     )
     pp_vs_uniform: float | None = measured("the same against llama.cpp's own cache of the same K and V types")
-    pp_vs_stock: float | None = measured(
-        "with `--peer`: times as fast as the fastest F16 setting of the peer, likewise"
-    )
     pp_vs_peer: float | None = measured(
-        "with `--peer`: times as fast as the peer's cache of the same K and V types, likewise"
+        "with `--peer`: times as fast as the fastest F16 setting of the peer, likewise"
     )
     tg_tps: float | None = measured("tokens per second of generation, of all sequences, median of the rounds")
     tg_samples: list[float] | None = measured("as `pp_samples`")
     tg_vs_f16: float | None = measured("as `pp_vs_f16`")
     tg_vs_uniform: float | None = measured("as `pp_vs_uniform`")
-    tg_vs_stock: float | None = measured("as `pp_vs_stock`")
     tg_vs_peer: float | None = measured("as `pp_vs_peer`")
 
 
@@ -204,11 +200,9 @@ def _rates(
     if base := fastest(lambda other: other.setting.is_f16):
         fields[f"{part}_vs_f16"] = _ratio(seconds(base), seconds(contender))
     if base := fastest(lambda other: other.setting.is_f16, ours=False):
-        fields[f"{part}_vs_stock"] = _ratio(seconds(base), seconds(contender))
+        fields[f"{part}_vs_peer"] = _ratio(seconds(base), seconds(contender))
     if base := fastest(lambda other: _is_uniform_twin(other.setting, contender.setting.kv)):
         fields[f"{part}_vs_uniform"] = _ratio(seconds(base), seconds(contender))
-    if base := fastest(lambda other: _is_uniform_twin(other.setting, contender.setting.kv), ours=False):
-        fields[f"{part}_vs_peer"] = _ratio(seconds(base), seconds(contender))
     return fields
 
 
@@ -223,28 +217,27 @@ def _ratio(base: Sequence[float], seconds: Sequence[float]) -> float:
 
 
 def _cells(rows: Sequence[SpeedRow]) -> Cells:
-    n_prompt, n_gen = rows[0].n_prompt, rows[0].n_gen
-    peer = any(row.engine != "mixedkv" for row in rows)
-    stock = ["x peer's f16", "same type"] if peer else []
-    head = ["cache", "attention", f"prompt of {n_prompt}, tok/s", "", "x f16", "x same type", *stock]
-    head += [f"generating {n_gen}, tok/s", "", "x f16", "x same type", *stock]
+    has_peer = any(row.engine != "mixedkv" for row in rows)
+    head = ["cache", "attention"]
+    for what in (f"prompt of {rows[0].n_prompt}, tok/s", f"generating {rows[0].n_gen}, tok/s"):
+        head += [what, "", "x f16", "x same type", *(["x peer's f16"] if has_peer else [])]
     return [head] + [
         [
             row.name,
             row.attention or NONE,
             number(row.pp_tps, ".1f"),
             spread(row.pp_samples),
-            number(row.pp_vs_f16, ".2f"),
-            number(row.pp_vs_uniform, ".2f"),
-            *([number(row.pp_vs_stock, ".2f"), number(row.pp_vs_peer, ".2f")] if peer else []),
+            *_ratios(has_peer, row.pp_vs_f16, row.pp_vs_uniform, row.pp_vs_peer),
             number(row.tg_tps, ".1f"),
             spread(row.tg_samples),
-            number(row.tg_vs_f16, ".2f"),
-            number(row.tg_vs_uniform, ".2f"),
-            *([number(row.tg_vs_stock, ".2f"), number(row.tg_vs_peer, ".2f")] if peer else []),
+            *_ratios(has_peer, row.tg_vs_f16, row.tg_vs_uniform, row.tg_vs_peer),
         ]
         for row in rows
     ]
+
+
+def _ratios(has_peer: bool, *values: float | None) -> list[str]:
+    return [number(value, ".2f") for value in (values if has_peer else values[:-1])]
 
 
 TABLE = Table(row=SpeedRow, title="Speed at a depth of {} tokens", by=lambda row: row.depth, cells=_cells)

@@ -54,10 +54,9 @@ print(json.dumps([{"n_prompt": n_prompt, "n_gen": 0, "avg_ns": slow * 1e12},
     assert theirs.keys() == {"f16", "q4_0"}
     assert ours.keys() == {"f16", "mixed"}
     assert theirs["q4_0"]["tg_tps"] == pytest.approx(2 / 2000)
-    assert theirs["q4_0"]["tg_vs_stock"] == 0.5
-    mixed = ours["mixed"]
-    assert mixed["tg_vs_peer"] == pytest.approx(2 * mixed["tg_vs_stock"])
-    assert mixed["pp_vs_peer"] > 1
+    assert theirs["q4_0"]["tg_vs_peer"] == 0.5
+    assert ours["mixed"]["tg_vs_peer"] > 1
+    assert ours["mixed"]["pp_vs_peer"] > 1
 
 
 def test_a_program_has_one_sequence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
