@@ -16,11 +16,11 @@ from mixedkv.model.footprint import ModelShape, model_shape
 from mixedkv.model.gguf_file import ModelFile, n_layers, read_model_file
 from mixedkv.model.named_model import HELP as MODEL_HELP
 from mixedkv.model.named_model import find_model
-from mixedkv.real_text import KINDS, read_text
 from mixedkv_bench.bench_test import Options
 from mixedkv_bench.catalog import TESTS
 from mixedkv_bench.harness.cache_settings import Setting, make_settings
 from mixedkv_bench.harness.filling import FILLS
+from mixedkv_bench.harness.real_text import KINDS, read_text
 from mixedkv_bench.harness.reuse_cases import DONOR_KINDS, WORKLOADS
 from mixedkv_bench.harness.task_items import RECALL, TASKS
 from mixedkv_bench.quality import MODES

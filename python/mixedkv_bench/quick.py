@@ -13,11 +13,11 @@ from pydantic import Field
 from mixedkv.limits import CELLS
 from mixedkv.model.footprint import longest_context
 from mixedkv.native.memory import memory_room
-from mixedkv.real_text import read_text
 from mixedkv_bench import quality, speed
 from mixedkv_bench.bench_test import Bench, BenchTest, Options
 from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, REFERENCE
 from mixedkv_bench.harness.contexts import Context, LoadedModel
+from mixedkv_bench.harness.real_text import read_text
 from mixedkv_bench.harness.row import CacheRow, Row, measured
 from mixedkv_bench.harness.table import NONE, Cells, Table, number
 

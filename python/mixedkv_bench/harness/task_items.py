@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from mixedkv.real_text import read_real_text
 from mixedkv_bench.harness import sample_text
+from mixedkv_bench.harness.real_text import read_real_text
 
 RECALL = "recall"  # of the bundled model alone, which was taught to answer
 TASKS = ("lookup", "needles", "quote", "json", "sums", "format")

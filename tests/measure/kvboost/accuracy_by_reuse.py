@@ -19,9 +19,9 @@ from mixedkv import Llama
 from mixedkv.chunks import ChunkCache, Method
 from mixedkv.chunks.deviation import follow
 from mixedkv.model.named_model import find_model
-from mixedkv.real_text import read_real_text
 from mixedkv.store import KVStore
 from mixedkv.tokens import Tokens, as_tokens
+from mixedkv_bench.harness.real_text import read_real_text
 from mixedkv_bench.harness.summary import wilson
 
 _PLACES = ("mill", "barn", "shed", "tower", "chapel", "harbour", "garden", "cellar", "bridge", "stable")

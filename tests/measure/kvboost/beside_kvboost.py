@@ -21,9 +21,9 @@ from mixedkv import Llama
 from mixedkv.chunks import ChunkCache
 from mixedkv.chunks.deviation import compare, follow
 from mixedkv.model.named_model import find_model
-from mixedkv.real_text import read_real_text
 from mixedkv.store import KVStore
 from mixedkv.tokens import Tokens, as_tokens
+from mixedkv_bench.harness.real_text import read_real_text
 
 _N_ANSWER = 8
 _LINES_A_TURN = 8  # of the corpus, four of each side

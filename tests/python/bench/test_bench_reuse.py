@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mixedkv import real_text
 from mixedkv.chunks import Calibration, ChunkCache, Measured
 from mixedkv.chunks.calibration import name_of, place
 from mixedkv.cli.main import main
 from mixedkv.llama import Llama
 from mixedkv.store import Identity, KVStore
+from mixedkv_bench.harness import real_text
 from mixedkv_bench.harness.contexts import CannotRunError
 from mixedkv_bench.harness.reuse_cases import DONORS, WORKLOADS, CaseMaker
 from mixedkv_bench.harness.summary import ratio_interval

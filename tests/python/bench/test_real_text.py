@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mixedkv import real_text
-from mixedkv.real_text import KINDS, read_real_text, read_text
+from mixedkv_bench.harness import real_text
+from mixedkv_bench.harness.real_text import KINDS, read_real_text, read_text
 
 
 @pytest.mark.parametrize("kind", KINDS)
