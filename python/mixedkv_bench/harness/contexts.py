@@ -112,6 +112,14 @@ class Context:
         except ValueError as error:
             raise CannotRunError(str(error)) from None
         log.start()
+        reason = self._init(params)
+        if not self.ptr:
+            raise CannotRunError(reason or log.text() or "llama.cpp could not make a context")
+        self._threads = _core.Threads(self.address)  # as `mixedkv.Llama` has them
+        return self.ptr
+
+    def _init(self, params: Any) -> str:
+        """Make the context, and return the reason where there is none."""
         native = self.setting.native()
         try:
             if native is not None:
@@ -119,11 +127,7 @@ class Context:
             self.ptr = llama_cpp.llama_init_from_model(self.model.ptr, params)
         finally:
             _core.withdraw()
-        if not self.ptr:
-            reason = _core.last_error() if native is not None else ""
-            raise CannotRunError(reason or log.text() or "llama.cpp could not make a context")
-        self._threads = _core.Threads(self.address)  # as `mixedkv.Llama` has them
-        return self.ptr
+        return "" if self.ptr or native is None else _core.last_error()
 
     @property
     def address(self) -> int:
