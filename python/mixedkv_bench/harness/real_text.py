@@ -21,24 +21,10 @@ _MODULES = (
     "logging", "configparser", "threading", "statistics", "heapq", "textwrap", "csv", "fractions", "random",
 )  # fmt: skip
 _ROOMS = ("1", "2", "5", "6")  # sections of the game's data: places in full, in short, things, messages
-_TALKS = (
-    "conversations",
-    "ai",
-    "computers",
-    "emotion",
-    "humor",
-    "literature",
-    "money",
-    "movies",
-    "politics",
-    "psychology",
-    "science",
-    "sports",
-    "trivia",
-    "food",
-    "gossip",
-    "history",
-)  # fmt: skip  (tech_support and coding say the same lines many times)
+_TALKS = (  # tech_support and coding say the same lines many times
+    "conversations", "ai", "computers", "emotion", "humor", "literature", "money", "movies", "politics",
+    "psychology", "science", "sports", "trivia", "food", "gossip", "history",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
