@@ -41,8 +41,6 @@ class TaskPart(RowPart):
     correct: int = Field(description="right answers")
     n_kept: int = Field(description="right answers to questions that the reference answers right")
     n_reference: int = Field(description="questions that the reference answers right")
-    low: float = Field(description="of the 95% Wilson interval of n_kept / n_reference")
-    high: float = Field(description="of the 95% Wilson interval of n_kept / n_reference")
     n_same: int = Field(description="answers with the reference's very tokens, up to where they are decided")
 
 
@@ -63,7 +61,6 @@ class TasksRow(CacheRow):
         f"tokens until greedy text differs from the reference's, mean of {_GREEDY}"
     )
     same_texts: float | None = measured("share of these texts that agree to the end")
-    n_texts: int | None = measured("texts")
 
 
 @dataclass(frozen=True)
@@ -223,7 +220,6 @@ def _summary(said: _Said, want: _Said) -> dict[str, Any]:
         "tasks": [_part(name, pairs) for name in names],
         "same_tokens": float(np.mean(same)),
         "same_texts": float(np.mean(np.equal(same, _GREEDY))),
-        "n_texts": len(same),
     }
 
 
@@ -231,15 +227,12 @@ def _part(task: str, pairs: Sequence[Any]) -> TaskPart:
     chosen = [(mine, wanted) for mine, wanted in pairs if mine[0] is not None and mine[0].task == task]
     n_reference = sum(wanted[2] for _, wanted in chosen)
     n_kept = sum(mine[2] and wanted[2] for mine, wanted in chosen)
-    low, high = wilson(n_kept, n_reference)
     return TaskPart(
         task=task,
         n=len(chosen),
         correct=sum(mine[2] for mine, _ in chosen),
         n_kept=n_kept,
         n_reference=n_reference,
-        low=round(low, 4),
-        high=round(high, 4),
         n_same=sum(mine[1] == wanted[1] for mine, wanted in chosen),
     )
 

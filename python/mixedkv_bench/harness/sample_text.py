@@ -70,10 +70,6 @@ class Journal:
     def text(self) -> str:
         return " ".join(self.sentences)
 
-    def tokens_after(self, question: Question, count: Count) -> int:
-        """Return the number of tokens of the journal from the statement on."""
-        return count(" ".join(self.sentences[question.at :]))
-
 
 def journal(seed: int, n_tokens: int, per_slot: int, count: Count) -> Journal:
     """Return a journal of about `n_tokens` tokens, and `per_slot` questions of each variant at each of

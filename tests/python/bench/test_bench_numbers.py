@@ -93,7 +93,7 @@ def test_a_journal_has_its_facts_where_it_says() -> None:
     for question in journal.questions:
         assert journal.sentences[question.at] == question.fact.statement
         assert journal.sentences.count(question.fact.statement) == 1
-        share = 1 - journal.tokens_after(question, count) / count(journal.text)
+        share = count(" ".join(journal.sentences[: question.at])) / count(journal.text)
         assert share == pytest.approx(sample_text.DEPTHS[question.slot], abs=0.12)
     assert len({question.fact.question for question in journal.questions}) == len(journal.questions)
 
