@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
-from mixedkv_bench.harness.ray_fleet import replica_pids
 from support.patience import PATIENCE, wait_for
+from support.ray_replicas import replica_pids
 from support.remote_servers import free_port, redis_server
 from support.server_support import MODEL
 

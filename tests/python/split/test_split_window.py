@@ -20,7 +20,6 @@ from mixedkv.config.cut_rule import CutRule
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.kv.cache import KVCache
 from mixedkv.kv.close_gap import close_gap
-from mixedkv.real_text import read_real_text
 from mixedkv.split import client as client_module
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import split_pb2_grpc, wire
@@ -29,6 +28,7 @@ from mixedkv.split.export import Exported
 from mixedkv.split.head import Head
 from mixedkv.split.service import SplitService, _RefusedError
 from mixedkv.split.session_key import new_key
+from mixedkv_bench.harness.real_text import read_real_text
 from support import split_support
 from support.patience import PATIENCE
 from support.split_support import Running
