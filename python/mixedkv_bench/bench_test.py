@@ -1,16 +1,58 @@
-"""Base of the tests of `mixedkv bench`."""
+"""Base of the tests of `mixedkv bench`: a run's options, checked, and how a test is described and done."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from mixedkv.bundled import model_path
+from mixedkv.chunks import Repair
+from mixedkv.model.footprint import ModelShape
+from mixedkv.model.gguf_file import ModelFile
+from mixedkv_bench.harness.cache_settings import Setting
 from mixedkv_bench.harness.contexts import LoadedModel
 from mixedkv_bench.harness.progress import Bar
+from mixedkv_bench.harness.reuse_cases import DonorKind, Workload
 from mixedkv_bench.harness.row import Row
 from mixedkv_bench.harness.table import Table
-from mixedkv_bench.options import Options
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """A checked request. Fields of flags that a test does not have are their defaults."""
+
+    test: str
+    file: ModelFile
+    shape: ModelShape
+    settings: tuple[Setting, ...]
+    threads: int
+    depths: tuple[int, ...]
+    n_ctx: int
+    n_prompt: int
+    n_gen: int
+    repeats: int
+    fill: str
+    sequences: int
+    peer: Path | None
+    peer_settings: tuple[Setting, ...]
+    modes: tuple[str, ...]
+    tasks: tuple[str, ...]
+    text: str | None
+    text_source: str
+    bits: tuple[float, ...]
+    workloads: tuple[Workload, ...]
+    n_documents: int
+    donors: tuple[DonorKind, ...]
+    repairs: tuple[Repair, ...]
+    calibrate: Path | None
+    max_kld: float
+    json: Path | None
+
+    @property
+    def is_bundled(self) -> bool:
+        return self.file.path == model_path()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,9 +65,6 @@ class Bench:
     add: Callable[[Row], None]
 
 
-Measure = Callable[[], None]
-
-
 def _accept(_options: Options) -> None:
     pass
 
@@ -36,18 +75,16 @@ class BenchTest:
 
     Attributes:
         measures: what it measures, for `--help`.
-        flags: those of `mixedkv_bench.flags` that it reads, besides the ones of every test.
+        flags: those of `mixedkv_bench.arguments` that it reads, besides the ones of every test.
+        specs: the caches that are measured without --kv.
         check: raises ValueError if the options are not for this test; before a model is loaded.
-        prepare: makes what measures. It raises ValueError if that cannot be, before anything is measured.
-        in_all: whether `mixedkv bench all` means this one too.
-        weights: whether it evaluates with the model in `Bench`.
+        measure: adds the rows; what was measured also when it is interrupted.
     """
 
     name: str
     measures: str
     flags: tuple[str, ...]
+    specs: tuple[str, ...]
     tables: tuple[Table[Any], ...]
-    prepare: Callable[[Bench], Measure]
+    measure: Callable[[Bench], None]
     check: Callable[[Options], None] = _accept
-    in_all: bool = False
-    weights: bool = True

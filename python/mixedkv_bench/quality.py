@@ -7,46 +7,33 @@ per position are kept, so memory does not grow with the text.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from mixedkv_bench.bench_test import Bench, BenchTest, Measure
-from mixedkv_bench.harness import context_facts, sample_text
-from mixedkv_bench.harness.cache_settings import REFERENCE, Setting
-from mixedkv_bench.harness.contexts import MICRO_BATCH, CannotRunError, Context, LoadedModel
+from mixedkv_bench import tasks
+from mixedkv_bench.bench_test import Bench, BenchTest, Options
+from mixedkv_bench.harness import sample_text
+from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, REFERENCE, Setting
+from mixedkv_bench.harness.contexts import MICRO_BATCH, CacheFacts, CannotRunError, Context, LoadedModel
 from mixedkv_bench.harness.progress import Bar
-from mixedkv_bench.harness.row import CacheRow, RowPart
+from mixedkv_bench.harness.row import CacheRow, measured
 from mixedkv_bench.harness.summary import log_softmax, standard_error
 from mixedkv_bench.harness.table import Cells, Table, number
-from mixedkv_bench.options import Options
 
 _SEED = 50_000
 _CHUNK_FLOATS = 1 << 22  # of one chunk's logits
 _MOST = np.float32(80)  # change of a logit, whose exponential single precision still holds
-_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 _MODES = {"batch": "in large batches", "token": "token by token"}
+MODES = tuple(_MODES)
 
 Document = npt.NDArray[np.int32]
-
-
-class PositionPart(RowPart):
-    """Some positions of all documents."""
-
-    start: int = Field(alias="from", description="first position")
-    to: int = Field(description="the one after the last")
-    n_positions: int = Field(description="positions")
-    kld_mean: float = Field(description="as of the row")
-    kld_median: float = Field(description="as of the row")
-    ppl_ratio: float = Field(description="as of the row")
-    same_top1: float = Field(description="as of the row")
 
 
 class QualityRow(CacheRow):
@@ -68,33 +55,20 @@ class QualityRow(CacheRow):
         description="true for the reference measured against itself: its divergence must be 0"
     )
     text: str = Field(default="", description="what was read: kind, source and hash of the text")
-    n_documents: int | None = Field(default=None, description="documents that were read")
-    n_positions: int | None = Field(default=None, description="positions the numbers are of")
-    kld_mean: float | None = Field(default=None, description="mean KL divergence, nats")
-    kld_se: float | None = Field(
-        default=None, description="its standard error, from means of blocks of 32 neighbours"
+    n_documents: int | None = measured("documents that were read")
+    n_positions: int | None = measured("positions the numbers are of")
+    kld_mean: float | None = measured("mean KL divergence, nats")
+    kld_se: float | None = measured("its standard error, from means of blocks of 32 neighbours")
+    kld_median: float | None = measured("median of the divergence, nats")
+    kld_p99: float | None = measured("its 99% quantile")
+    kld_p999: float | None = measured("its 99.9% quantile")
+    kld_max: float | None = measured("its largest value")
+    ppl: float | None = measured("perplexity")
+    ppl_ratio: float | None = measured("its ratio to the reference's")
+    same_top1: float | None = measured("share of positions with the same likeliest token")
+    rms_p_change: float | None = measured(
+        "root mean square of the change of the following token's probability"
     )
-    kld_median: float | None = Field(default=None, description="median of the divergence, nats")
-    kld_p99: float | None = Field(default=None, description="its 99% quantile")
-    kld_p999: float | None = Field(default=None, description="its 99.9% quantile")
-    kld_max: float | None = Field(default=None, description="its largest value")
-    ppl: float | None = Field(default=None, description="perplexity")
-    ppl_ratio: float | None = Field(default=None, description="its ratio to the reference's")
-    same_top1: float | None = Field(
-        default=None, description="share of positions with the same likeliest token"
-    )
-    rms_p_change: float | None = Field(
-        default=None, description="root mean square of the change of the following token's probability"
-    )
-    by_position: list[PositionPart] | None = Field(
-        default=None, description="the divergence by where it is in a document"
-    )
-
-
-def prepare(bench: Bench) -> Measure:
-    """Raises ValueError if the text is too short for a document."""
-    documents = read_documents(bench.model, bench.options)
-    return lambda: measure(bench, documents)
 
 
 def read_documents(model: LoadedModel, options: Options) -> list[Document]:
@@ -121,13 +95,20 @@ def read_documents(model: LoadedModel, options: Options) -> list[Document]:
     return [np.array(head + tokens[i : i + n], np.int32) for i in starts]
 
 
-def measure(bench: Bench, documents: Sequence[Document]) -> None:
-    """Add one row per setting and mode, the reference against itself first.
+def measure(bench: Bench) -> None:
+    """Add one row per setting and mode, the reference against itself first; with `--task` those of `tasks`.
 
     Every document is one sequence of `n_ctx` tokens. "batch" decodes it in micro-batches, "token" one token
     at a time, so that a row is computed from rows that went through the cache before. What was measured is
     added also when this is interrupted.
+
+    Raises:
+        ValueError: the text is too short for a document.
     """
+    if bench.options.tasks:
+        tasks.measure(bench)
+        return
+    documents = read_documents(bench.model, bench.options)
     bench.progress.add(len(bench.options.modes) * sum(map(len, documents)))
     for mode in bench.options.modes:
         measure_settings(bench, documents, mode, (REFERENCE, *bench.options.settings), bench.add)
@@ -172,13 +153,13 @@ class _Contender:
     setting: Setting
     context: Context | None
     error: str = ""
-    facts: context_facts.CacheFacts = field(default_factory=context_facts.CacheFacts)
+    facts: CacheFacts = field(default_factory=CacheFacts)
     kept: list[npt.NDArray[np.float64]] = field(default_factory=list)  # [position, column]
     at: list[npt.NDArray[np.int64]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.context is not None:
-            self.facts = context_facts.of_context(self.context)
+            self.facts = self.context.facts()
 
 
 def _read(
@@ -298,12 +279,11 @@ def _row(contender: _Contender, mode: str, options: Options, documents: Sequence
     if contender.kept:
         kept, at = np.concatenate(contender.kept), np.concatenate(contender.at)
         row |= _summary(kept[at >= n_ctx // 2])
-        row["by_position"] = list(_by_position(kept, at, n_ctx))
     return QualityRow.model_validate(row)
 
 
 def _summary(kept: npt.NDArray[np.float64]) -> dict[str, float]:
-    """Return the numbers of some positions: a row's own are of the second half of each document."""
+    """Return the numbers of some positions."""
     if not len(kept):
         return {"n_positions": 0}
     kld = kept[:, _KLD]
@@ -321,18 +301,6 @@ def _summary(kept: npt.NDArray[np.float64]) -> dict[str, float]:
         "same_top1": float(kept[:, _SAME_TOP].mean()),
         "rms_p_change": float(np.sqrt((kept[:, _P_CHANGE] ** 2).mean())),
     }
-
-
-def _by_position(
-    kept: npt.NDArray[np.float64], at: npt.NDArray[np.int64], n_ctx: int
-) -> Iterator[PositionPart]:
-    edges = [edge for edge in _EDGES if edge < n_ctx] + [n_ctx]
-    for low, high in pairwise(edges):
-        summary = _summary(kept[(at >= low) & (at < high)])
-        if summary["n_positions"]:
-            keys = ("n_positions", "kld_mean", "kld_median", "ppl_ratio", "same_top1")
-            part = {key: summary[key] for key in keys}
-            yield PositionPart.model_validate({"from": low, "to": high, **part})
 
 
 def _cells(rows: Sequence[QualityRow]) -> Cells:
@@ -359,11 +327,19 @@ TABLE = Table(
     by=lambda row: _MODES[row.mode],
     cells=_cells,
 )
+
+
+def check(options: Options) -> None:
+    if options.tasks:
+        tasks.check(options)
+
+
 TEST = BenchTest(
     name="quality",
-    measures="divergence from an F32 cache, on real or generated text",
-    flags=("--flash-attn", "--text", "--n-ctx", "--repeats", "--mode"),
-    tables=(TABLE,),
-    prepare=prepare,
-    in_all=True,
+    measures="divergence from an F32 cache on real or generated text, or right answers to questions about it",
+    flags=("--flash-attn", "--text", "--n-ctx", "--repeats", "--mode", "--task"),
+    specs=DEFAULT_SPECS,
+    tables=(TABLE, tasks.TABLE),
+    measure=measure,
+    check=check,
 )

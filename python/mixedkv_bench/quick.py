@@ -13,14 +13,13 @@ from pydantic import Field
 from mixedkv.limits import CELLS
 from mixedkv.model.footprint import longest_context
 from mixedkv.native.memory import memory_room
-from mixedkv.real_text import read_text
 from mixedkv_bench import quality, speed
-from mixedkv_bench.bench_test import Bench, BenchTest, Measure
-from mixedkv_bench.harness.cache_settings import REFERENCE
+from mixedkv_bench.bench_test import Bench, BenchTest, Options
+from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, REFERENCE
 from mixedkv_bench.harness.contexts import Context, LoadedModel
-from mixedkv_bench.harness.row import CacheRow, Row
+from mixedkv_bench.harness.real_text import read_text
+from mixedkv_bench.harness.row import CacheRow, Row, measured
 from mixedkv_bench.harness.table import NONE, Cells, Table, number
-from mixedkv_bench.options import Options
 
 _SECONDS = 50.0  # for each of the two parts
 _DOCUMENT = (1024, 2048)  # tokens of the text; fewer hold no window of mixed:quality
@@ -48,16 +47,16 @@ class QuickRow(CacheRow):
     """
 
     test: Literal["quick"] = "quick"
-    longest_n_ctx: int | None = Field(
-        default=None, description="tokens of the longest context that fits this machine's memory, by formula"
+    longest_n_ctx: int | None = measured(
+        "tokens of the longest context that fits this machine's memory, by formula"
     )
-    depth: int | None = Field(default=None, description="tokens in the cache where speed was measured")
-    pp_tps: float | None = Field(default=None, description="as of `speed`")
-    tg_tps: float | None = Field(default=None, description="as of `speed`")
-    tg_vs_f16: float | None = Field(default=None, description="as of `speed`")
-    n_positions: int | None = Field(default=None, description="positions that the next two are of")
-    kld_mean: float | None = Field(default=None, description="as of `quality`")
-    same_top1: float | None = Field(default=None, description="as of `quality`")
+    depth: int | None = measured("tokens in the cache where speed was measured")
+    pp_tps: float | None = measured("as of `speed`")
+    tg_tps: float | None = measured("as of `speed`")
+    tg_vs_f16: float | None = measured("as of `speed`")
+    n_positions: int | None = measured("positions that the next two are of")
+    kld_mean: float | None = measured("as of `quality`")
+    same_top1: float | None = measured("as of `quality`")
     advice: Literal["", "use this", "if memory is short"] = Field(
         default="",
         description="`use this`: the smallest cache that keeps the likeliest token as often as F16 does, "
@@ -74,10 +73,6 @@ class Plan:
     depth: int
     n_gen: int
     seconds: float
-
-
-def prepare(bench: Bench) -> Measure:
-    return lambda: measure(bench)
 
 
 def measure(bench: Bench) -> None:
@@ -98,7 +93,7 @@ def measure(bench: Bench) -> None:
         n_gen=plan.n_gen,
         repeats=_ROUNDS,
         modes=("batch",),
-        peer=False,
+        peer_settings=(),
     )
     found: list[Row] = []
     work = replace(bench, options=options, add=found.append)
@@ -211,7 +206,8 @@ TABLE = Table(row=QuickRow, title="Which cache to use here", by=lambda row: "", 
 TEST = BenchTest(
     name="quick",
     measures="which cache to use with a model on this machine, in about two minutes",
-    flags=("--flash-attn", "--n-ctx", "--text"),
+    flags=("--text",),
+    specs=DEFAULT_SPECS,
     tables=(TABLE,),
-    prepare=prepare,
+    measure=measure,
 )

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -21,14 +20,14 @@ from pydantic import Field
 from mixedkv.chunks import Calibration, ChunkCache, ChunkReuse, Measured, Method
 from mixedkv.chunks.calibration import name_of
 from mixedkv.chunks.chunk_reuse import REPAIRS
-from mixedkv.chunks.deviation import Deviation, Logits, compare, follow
+from mixedkv.chunks.deviation import Deviation, compare, follow
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import padded
-from mixedkv.store import KVStore
-from mixedkv_bench.bench_test import Bench, BenchTest, Measure
-from mixedkv_bench.harness.cache_settings import REFERENCE, Setting
+from mixedkv.llama import Llama
+from mixedkv.store import Identity, KVStore
+from mixedkv_bench.bench_test import Bench, BenchTest, Options
+from mixedkv_bench.harness.cache_settings import Setting
 from mixedkv_bench.harness.contexts import CannotRunError
-from mixedkv_bench.harness.kvboost_peer import KVBoost
 from mixedkv_bench.harness.reuse_cases import (
     DONOR_KINDS,
     WORKLOADS,
@@ -38,40 +37,17 @@ from mixedkv_bench.harness.reuse_cases import (
     Workload,
     kinds_of,
 )
-from mixedkv_bench.harness.row import Row, RowPart
-from mixedkv_bench.harness.store_run import StoreRun
-from mixedkv_bench.harness.summary import ratio_interval, wilson
+from mixedkv_bench.harness.row import Row, measured
+from mixedkv_bench.harness.summary import ratio_interval
 from mixedkv_bench.harness.table import Cells, Table, number
-from mixedkv_bench.options import Options
 
 _FOLLOWED = 24  # tokens after a prompt whose distributions are compared
 _ANSWER = 28  # tokens at most
-_BUCKETS = (0.0, 0.5, 0.75, 0.9, 0.95, 1.0)
 _CALIBRATED: tuple[Method, ...] = (
     *(Method(repair=repair) for repair in REPAIRS),
     *(Method(repair="query", ratio=ratio) for ratio in (0.02, 0.1, 0.2, 0.4)),
     *(Method(repair="cacheblend", ratio=ratio) for ratio in (0.3, 0.5)),
 )
-
-
-class ReuseBucket(RowPart):
-    """Cases whose share of reused tokens is within bounds."""
-
-    low: float = Field(alias="from", description="lower bound of the share")
-    high: float = Field(alias="to", description="upper bound of the share")
-    n: int = Field(description="cases")
-    ttft: float = Field(description="seconds to the first token, median")
-    kld_mean: float = Field(description="as of the row")
-
-
-class ReuseTurn(RowPart):
-    """Cases of one turn of a growing history."""
-
-    turn: int = Field(description="which, from 1")
-    n_prompt: int = Field(description="tokens of the prompt, median")
-    ttft_p50: float = Field(description="seconds to the first token")
-    ttft_p95: float = Field(description="its 95% quantile")
-    ttft_p99: float = Field(description="its 99% quantile")
 
 
 class ReuseRow(Row):
@@ -92,59 +68,36 @@ class ReuseRow(Row):
     donor: DonorKind = Field(
         description='where the rows are from: `"alone"`, `"bos"` (BOS and the passage), or a `"conversation"`'
     )
-    method: Literal["full", "none", "seam", "cacheblend", "query", "kvboost"] = Field(
-        description='`"full"` evaluates the prompt; otherwise how seams are repaired, see docs/chunks.md; or '
-        "the peer, compared with its own full evaluation, in F32"
+    method: Literal["full", "none", "seam", "cacheblend", "query"] = Field(
+        description='`"full"` evaluates the prompt; otherwise how seams are repaired, see docs/chunks.md'
     )
     ratio: float = Field(description="share of the reused tokens that the method chooses")
     overlap_k: int = Field(description="tokens of each seam that are evaluated")
     n_cases: int = Field(description="prompts")
-    n_prompt: int | None = Field(default=None, description="tokens of a prompt, median")
-    evaluated: float | None = Field(
-        default=None,
-        description="tokens evaluated by those of the prompt, mean; evaluation of some layers counts in part",
+    n_prompt: int | None = measured("tokens of a prompt, median")
+    evaluated: float | None = measured(
+        "tokens evaluated by those of the prompt, mean; evaluation of some layers counts in part"
     )
-    repaired: float | None = Field(
-        default=None, description="the part of that which is the repair's: all but what is in no donor"
+    repaired: float | None = measured("the part of that which is the repair's: all but what is in no donor")
+    approximate: float | None = measured("share of the rows that are a donor's, mean")
+    ttft: float | None = measured("seconds to the first token, median")
+    vs_cold: float | None = measured("by the time of full evaluation, median of the ratios within a case")
+    cpu_vs_cold: float | None = measured(
+        "the same of the CPU time of all threads: what else runs counts less"
     )
-    approximate: float | None = Field(default=None, description="share of the rows that are a donor's, mean")
-    ttft: float | None = Field(default=None, description="seconds to the first token, median")
-    ttft_p95: float | None = Field(default=None, description="its 95% quantile")
-    ttft_p99: float | None = Field(default=None, description="its 99% quantile")
-    ttft_samples: list[float] | None = Field(default=None, description="of all cases, in order")
-    vs_cold: float | None = Field(
-        default=None, description="by the time of full evaluation, median of the ratios within a case"
+    kld_mean: float | None = measured(
+        f"KL divergence from full evaluation, nats, mean over the {_FOLLOWED} tokens that full "
+        "evaluation goes on with"
     )
-    cpu_vs_cold: float | None = Field(
-        default=None, description="the same of the CPU time of all threads: what else runs counts less"
+    kld_first: float | None = measured("that of the first token alone, mean")
+    kld_median: float | None = measured("its median over all of these tokens")
+    kld_of_none: float | None = measured(
+        '`kld_mean` by that of `"none"` on the same prompts, where both were measured'
     )
-    kld_mean: float | None = Field(
-        default=None,
-        description=f"KL divergence from full evaluation, nats, mean over the {_FOLLOWED} tokens that full "
-        "evaluation goes on with",
-    )
-    kld_first: float | None = Field(default=None, description="that of the first token alone, mean")
-    kld_median: float | None = Field(default=None, description="its median over all of these tokens")
-    kld_of_none: float | None = Field(
-        default=None,
-        description='`kld_mean` by that of `"none"` on the same prompts, where both were measured',
-    )
-    kld_of_none_low: float | None = Field(
-        default=None, description="of its 95% interval: bootstrap over prompts"
-    )
-    kld_of_none_high: float | None = Field(default=None, description="of the same interval")
-    kld_f32: float | None = Field(
-        default=None,
-        description="KL divergence from full evaluation in an F32 cache, mean over the same tokens; of full "
-        "evaluation: what the cache's types cost without reuse",
-    )
-    same_top1: float | None = Field(default=None, description="share of them with the same likeliest token")
-    correct: int | None = Field(default=None, description="right answers, where full evaluation has any")
-    correct_low: float | None = Field(default=None, description="of the 95% Wilson interval of their share")
-    correct_high: float | None = Field(default=None, description="of the same interval")
-    by_reuse: list[ReuseBucket] | None = Field(default=None, description="cases by share of reused tokens")
-    by_turn: list[ReuseTurn] | None = Field(default=None, description="cases by turn, of a growing history")
-    peer_version: str | None = Field(default=None, description="of kvboost")
+    kld_of_none_low: float | None = measured("of its 95% interval: bootstrap over prompts")
+    kld_of_none_high: float | None = measured("of the same interval")
+    same_top1: float | None = measured("share of them with the same likeliest token")
+    correct: int | None = measured("right answers, where full evaluation has any")
 
 
 @dataclass
@@ -156,21 +109,10 @@ class _Results:
     seconds: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     deviations: list[list[Deviation]] = field(default_factory=list)
-    from_f32: list[float] = field(default_factory=list)  # by token
-    correct: int = 0
-
-
-@dataclass
-class _PeerResults:
-    """Results of the peer, on one workload and donor."""
-
-    answers: list[dict[str, Any]] = field(default_factory=list)
     correct: int = 0
 
 
 def check(options: Options) -> None:
-    if options.calibrate and options.folder is None:
-        raise ValueError("--calibrate writes into a store: give its folder with --folder")
     chosen = (options.workloads, options.donors, options.repairs)
     if options.calibrate and chosen != (WORKLOADS, DONOR_KINDS, REPAIRS):
         raise ValueError("--calibrate measures all: leave --workload, --donor and --repair out")
@@ -180,29 +122,14 @@ def check(options: Options) -> None:
         raise ValueError(f"--n-prompt {options.n_prompt} has no room for documents: use 256 or more")
 
 
-def prepare(bench: Bench) -> Measure:
-    return lambda: measure(bench)
-
-
 def measure(bench: Bench) -> None:
     """Add a row for every setting, workload, donor and method; what was measured also when it is
     interrupted.
     """
     options = bench.options
-    chosen = kinds_of(options.workloads, options.donors)
-    bench.progress.add(len(options.settings) * len(chosen) * options.repeats)
+    kinds = kinds_of(options.workloads, options.donors)
+    bench.progress.add(len(options.settings) * len(kinds) * options.repeats)
     n_ctx = padded(options.n_prompt + options.n_prompt // 4 + _ANSWER + 64)
-    with ExitStack() as stack:
-        peer = None
-        if options.kvboost:
-            peer = stack.enter_context(KVBoost(options.kvboost, bench.model.path, options.threads))
-        _measure_settings(bench, chosen, n_ctx, peer)
-
-
-def _measure_settings(
-    bench: Bench, kinds: Sequence[tuple[Workload, DonorKind]], n_ctx: int, peer: KVBoost | None
-) -> None:
-    options = bench.options
     for setting in options.settings:
         head: dict[str, Any] = {
             "kv": setting.spec,
@@ -210,14 +137,19 @@ def _measure_settings(
             "threads": options.threads,
         }
         try:
-            with ExitStack() as stack:
-                run, reference = (
-                    stack.enter_context(StoreRun(bench.model.path, each, n_ctx, options.threads))
-                    for each in (setting, REFERENCE)
-                )
-                _measure_setting(bench, run, reference, setting, kinds, head, peer)
+            with _open(bench.model.path, setting, n_ctx, options.threads) as llm:
+                _measure_setting(bench, llm, setting, kinds, head)
         except (CannotRunError, UnsupportedModelError) as error:
             bench.add(_refused(*kinds[0], error, head))
+
+
+def _open(path: Path, setting: Setting, n_ctx: int, threads: int) -> Llama:
+    """Raises CannotRunError if the model cannot have this cache, or there is no memory for it."""
+    options: dict[str, Any] = {"n_threads": threads, "n_threads_batch": threads, "verbose": False}
+    try:
+        return Llama(path, kv=setting.kv, n_ctx=n_ctx, flash_attn=setting.flash_attn, **options)
+    except ValueError as error:
+        raise CannotRunError(str(error)) from None
 
 
 def _refused(workload: Workload, donor: DonorKind, error: Exception, head: dict[str, Any]) -> ReuseRow:
@@ -228,28 +160,21 @@ def _refused(workload: Workload, donor: DonorKind, error: Exception, head: dict[
 
 def _measure_setting(
     bench: Bench,
-    run: StoreRun,
-    reference: StoreRun,
+    llm: Llama,
     setting: Setting,
     kinds: Sequence[tuple[Workload, DonorKind]],
     head: dict[str, Any],
-    peer: KVBoost | None,
 ) -> None:
     options = bench.options
     methods = _CALIBRATED if options.calibrate else tuple(Method(repair=repair) for repair in options.repairs)
-    maker = _maker(run, options)
+    maker = _maker(llm, options)
     worst: dict[Method, list[_Results]] = {method: [] for method in methods}
     for workload, donor in kinds:
-        results, of_peer = [_Results(None), *map(_Results, methods)], _PeerResults()
+        results = [_Results(None), *map(_Results, methods)]
         try:
             for seed in range(options.repeats):
                 bench.progress.show(f"reuse: {setting.name}, {workload}, {donor}")
-                case = maker.make(workload, donor, seed)
-                _measure_case(run, reference, case, results, seed)
-                if peer is not None:
-                    found = peer.measure(case.prompt, case.stored, _ANSWER)
-                    of_peer.answers.append(found)
-                    of_peer.correct += _is_right(run, found["tokens"], case)
+                _measure_case(llm, maker.make(workload, donor, seed), results, seed)
                 bench.progress.step()
         except CannotRunError as error:
             bench.add(_refused(workload, donor, error, head))
@@ -258,75 +183,51 @@ def _measure_setting(
             for each in results:
                 if each.seconds:
                     bench.add(_row(each, results, workload, donor, head))
-            if peer is not None and of_peer.answers:
-                bench.add(_peer_row(of_peer, peer, results[0], workload, donor, head))
         for each in results[1:]:
             assert each.method is not None
             worst[each.method].append(each)
     if options.calibrate:
-        assert options.folder is not None
-        _calibrate(run, worst, options.max_kld).write(options.folder)
+        _calibrate(Identity.of(llm), worst, options.max_kld).write(options.calibrate)
 
 
-def _maker(run: StoreRun, options: Options) -> CaseMaker:
-    llm = run.llm
-
+def _maker(llm: Llama, options: Options) -> CaseMaker:
     def encode(text: str) -> list[int]:
         return llm.tokenize(text.encode(), add_bos=False, special=True) if text else []
 
-    head = llm.tokenize(b"", add_bos=True)
-    return CaseMaker(encode, head, options.n_prompt, options.n_documents)
+    return CaseMaker(encode, llm.tokenize(b"", add_bos=True), options.n_prompt, options.n_documents)
 
 
-def _measure_case(
-    run: StoreRun, reference: StoreRun, case: Case, results: Sequence[_Results], seed: int
-) -> None:
+def _measure_case(llm: Llama, case: Case, results: Sequence[_Results], seed: int) -> None:
     """Measure all methods on one prompt, each from an empty cache and the same store. Full evaluation comes
     first, since it says what the others follow; the others take turns in going next.
     """
-    llm = run.llm
-    with ExitStack() as stack:
-        store = stack.enter_context(KVStore(None, max_ram_bytes=2**33))
+    with KVStore(None, max_ram_bytes=2**33) as store:
         for tokens in case.stored:
-            run.clear()
+            llm.kv.clear()
             llm.eval(tokens.tolist())
-            store.save(llm, identity=run.identity)
+            store.save(llm, identity=Identity.of(llm))
         cache = ChunkCache(llm, store, repair="none", check=0)
         cache.refresh()  # as requests do while they are stored: before the clock runs
         full, others = results[0], list(results[1:])
-        run.clear()
+        llm.kv.clear()
         alone = ChunkCache(llm, _EMPTY, repair="none", check=0)
         _timed(full, lambda: alone.prefill(case.prompt, reuse="exact"))
         answer, exact = follow(llm, _ANSWER)
         full.deviations.append([Deviation(0.0, True)] * _FOLLOWED)
-        best = _in_f32(reference, case, answer)
-        full.from_f32 += _klds(best, exact)
-        full.correct += _is_right(run, answer, case)
+        full.correct += _is_right(llm, answer, case)
         for i in range(len(others)):
             one = others[(i + seed) % len(others)]
-            run.clear()
+            llm.kv.clear()
             _timed(one, partial(cache.prefill, case.prompt, method=one.method))
             _, logits = follow(llm, _FOLLOWED, answer)
             one.deviations.append([compare(a, b) for a, b in zip(exact[:_FOLLOWED], logits, strict=True)])
-            one.from_f32 += _klds(best, logits)
             if case.answer:
                 llm.kv.remove(0, len(case.prompt) - 1)
                 llm.eval([int(case.prompt[-1])])
-                one.correct += _is_right(run, follow(llm, _ANSWER)[0], case)
+                one.correct += _is_right(llm, follow(llm, _ANSWER)[0], case)
 
 
 _EMPTY = KVStore(None, max_ram_bytes=0)
-
-
-def _in_f32(reference: StoreRun, case: Case, answer: list[int]) -> list[Logits]:
-    """Return the distributions along an answer in a cache that rounds nothing."""
-    reference.clear()
-    reference.llm.eval(case.prompt.tolist())
-    return follow(reference.llm, _FOLLOWED, answer)[1]
-
-
-def _klds(best: Sequence[Logits], logits: Sequence[Logits]) -> list[float]:
-    return [compare(a, b).kld for a, b in zip(best, logits, strict=False)]
 
 
 def _timed(each: _Results, prefill: Callable[[], ChunkReuse]) -> None:
@@ -336,9 +237,9 @@ def _timed(each: _Results, prefill: Callable[[], ChunkReuse]) -> None:
     each.cpu.append(time.process_time() - cpu)
 
 
-def _is_right(run: StoreRun, tokens: list[int], case: Case) -> bool:
+def _is_right(llm: Llama, tokens: list[int], case: Case) -> bool:
     """Return whether the answer is the one that was taught, word for word, up to the end of the turn."""
-    text = run.llm.detokenize(tokens, special=True).decode(errors="replace")
+    text = llm.detokenize(tokens, special=True).decode(errors="replace")
     return text.split("<|end|>")[0].strip() == case.answer
 
 
@@ -351,10 +252,8 @@ def _row(
 ) -> ReuseRow:
     n, full = len(each.seconds), all_results[0]
     deviations = [deviation for case in each.deviations for deviation in case]
-    low, high = wilson(each.correct, n)
-    answers = {"correct": each.correct, "correct_low": low, "correct_high": high} if full.correct else {}
+    answers = {"correct": each.correct} if full.correct else {}
     method = each.method
-    turns = {"by_turn": _by_turn(each)} if workload == "system" else {}
     unrepaired = [
         other for other in all_results if other.method is not None and other.method.repair == "none"
     ]
@@ -372,20 +271,14 @@ def _row(
             "repaired": float(np.mean([reuse.repaired_ratio for reuse in each.reuses])),
             "approximate": float(np.mean([r.n_cached_approximate / r.n_tokens for r in each.reuses])),
             "ttft": float(np.median(each.seconds)),
-            "ttft_p95": float(np.percentile(each.seconds, 95)),
-            "ttft_p99": float(np.percentile(each.seconds, 99)),
-            "ttft_samples": each.seconds,
             "vs_cold": float(np.median([a / b for a, b in zip(each.seconds, full.seconds, strict=False)])),
             "cpu_vs_cold": float(np.median([a / b for a, b in zip(each.cpu, full.cpu, strict=False)])),
             "kld_mean": float(np.mean([deviation.kld for deviation in deviations])),
             "kld_first": float(np.mean([case[0].kld for case in each.deviations])),
             "kld_median": float(np.median([deviation.kld for deviation in deviations])),
-            "kld_f32": float(np.mean(each.from_f32)),
             "same_top1": float(np.mean([deviation.same_top1 for deviation in deviations])),
-            "by_reuse": _by_reuse(each),
             **of_none,
             **answers,
-            **turns,
             **head,
         }
     )
@@ -406,79 +299,7 @@ def _of_none(each: _Results, none: _Results) -> dict[str, float]:
     return found
 
 
-def _peer_row(
-    each: _PeerResults,
-    peer: KVBoost,
-    full: _Results,
-    workload: Workload,
-    donor: DonorKind,
-    head: dict[str, Any],
-) -> ReuseRow:
-    """Make the peer's row. The peer tells of the first token only, and not what it evaluated."""
-
-    def all_of(name: str) -> list[float]:
-        return [float(answer[name]) for answer in each.answers]
-
-    seconds, n = all_of("seconds"), len(each.answers)
-    low, high = wilson(each.correct, n)
-    answers = {"correct": each.correct, "correct_low": low, "correct_high": high} if full.correct else {}
-    ratios = [a / b for a, b in zip(seconds, all_of("seconds_cold"), strict=True)]
-    return ReuseRow.model_validate(
-        {
-            "workload": workload,
-            "donor": donor,
-            "method": "kvboost",
-            "peer_version": peer.version,
-            "ratio": 0.0,
-            "overlap_k": 0,
-            "n_cases": n,
-            "n_prompt": int(np.median([reuse.n_tokens for reuse in full.reuses])),
-            "approximate": float(np.mean(all_of("reused"))),
-            "ttft": float(np.median(seconds)),
-            "ttft_p95": float(np.percentile(seconds, 95)),
-            "ttft_p99": float(np.percentile(seconds, 99)),
-            "ttft_samples": seconds,
-            "vs_cold": float(np.median(ratios)),
-            "kld_first": float(np.mean(all_of("kld"))),
-            "same_top1": float(np.mean(all_of("same_top1"))),
-            **answers,
-            **head,
-        }
-    )
-
-
-def _by_reuse(each: _Results) -> list[ReuseBucket]:
-    buckets = []
-    shares = np.array([reuse.reuse_ratio for reuse in each.reuses])
-    for low, high in pairwise(_BUCKETS):
-        chosen = np.flatnonzero((shares >= low) & ((shares < high) | (high == 1.0)))
-        if len(chosen):
-            klds = [deviation.kld for i in chosen for deviation in each.deviations[i]]
-            ttft = float(np.median([each.seconds[i] for i in chosen]))
-            bucket = {
-                "from": low,
-                "to": high,
-                "n": len(chosen),
-                "ttft": ttft,
-                "kld_mean": float(np.mean(klds)),
-            }
-            buckets.append(ReuseBucket.model_validate(bucket))
-    return buckets
-
-
-def _by_turn(each: _Results) -> list[ReuseTurn]:
-    by_size: dict[int, list[int]] = {}
-    for i in range(len(each.reuses)):
-        by_size.setdefault(i % CaseMaker.TURNS, []).append(i)
-    turns = []
-    for turn, chosen in sorted(by_size.items()):
-        p50, p95, p99 = map(float, np.percentile([each.seconds[i] for i in chosen], (50, 95, 99)))
-        n_prompt = int(np.median([each.reuses[i].n_tokens for i in chosen]))
-        turns.append(ReuseTurn(turn=turn + 1, n_prompt=n_prompt, ttft_p50=p50, ttft_p95=p95, ttft_p99=p99))
-    return turns
-
-
-def _calibrate(run: StoreRun, worst: dict[Method, list[_Results]], max_kld: float) -> Calibration:
+def _calibrate(identity: Identity, worst: dict[Method, list[_Results]], max_kld: float) -> Calibration:
     """Make a calibration from each method's workload and donor with the largest mean divergence."""
     measured = []
     for method, kinds in worst.items():
@@ -498,7 +319,7 @@ def _calibrate(run: StoreRun, worst: dict[Method, list[_Results]], max_kld: floa
             )
         )
     return Calibration(
-        identity=name_of(run.identity), label=run.identity.label, max_kld=max_kld, measured=tuple(measured)
+        identity=name_of(identity), label=identity.label, max_kld=max_kld, measured=tuple(measured)
     )
 
 
@@ -509,8 +330,8 @@ def _share(row: ReuseRow) -> str:
 
 
 def _cells(rows: Sequence[ReuseRow]) -> Cells:
-    head = ["cache", "workload", "donor", "method", "evaluated", "repair", "first token", "p95", "of cold"]
-    return [[*head, "CPU", "KLD mean", "of none", "median", "first", "from F32", "same top-1", "right"]] + [
+    head = ["cache", "workload", "donor", "method", "evaluated", "repair", "first token", "of cold"]
+    return [[*head, "CPU", "KLD mean", "of none", "median", "first", "same top-1", "right"]] + [
         [
             row.name,
             row.workload,
@@ -519,14 +340,12 @@ def _cells(rows: Sequence[ReuseRow]) -> Cells:
             number(row.evaluated, ".1%"),
             number(row.repaired, ".1%"),
             number(row.ttft, ".4f"),
-            number(row.ttft_p95, ".4f"),
             number(row.vs_cold, ".1%"),
             number(row.cpu_vs_cold, ".1%"),
             number(row.kld_mean, ".1e"),
             _share(row),
             number(row.kld_median, ".1e"),
             number(row.kld_first, ".1e"),
-            number(row.kld_f32, ".1e"),
             number(row.same_top1, ".1%"),
             "" if row.correct is None else f"{row.correct}/{row.n_cases}",
         ]
@@ -534,7 +353,7 @@ def _cells(rows: Sequence[ReuseRow]) -> Cells:
     ]
 
 
-REUSE_TABLE = Table(
+TABLE = Table(
     row=ReuseRow,
     title="Passages reused in another place",
     by=lambda row: "",
@@ -544,7 +363,6 @@ TEST = BenchTest(
     name="reuse",
     measures="passages reused at another place of a prompt: time, divergence, repairs",
     flags=(
-        "--flash-attn",
         "--workload",
         "--donor",
         "--repair",
@@ -553,10 +371,9 @@ TEST = BenchTest(
         "--repeats",
         "--calibrate",
         "--max-kld",
-        "--folder",
-        "--kvboost",
     ),
-    tables=(REUSE_TABLE,),
+    specs=("mixed:cold=q8_0", "mixed"),
+    tables=(TABLE,),
     check=check,
-    prepare=prepare,
+    measure=measure,
 )

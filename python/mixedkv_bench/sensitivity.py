@@ -13,11 +13,10 @@ from pydantic import Field
 from mixedkv.config import MixedKVConfig
 from mixedkv.config.layers import shorten
 from mixedkv.model.layer_plan import FINEST, MEASURED, LayerPlan, Part, Shares
-from mixedkv_bench.bench_test import Bench, BenchTest, Measure
+from mixedkv_bench.bench_test import Bench, BenchTest, Options
 from mixedkv_bench.harness.cache_settings import Setting
-from mixedkv_bench.harness.row import Row
+from mixedkv_bench.harness.row import Row, measured
 from mixedkv_bench.harness.table import NONE, Cells, Table, number
-from mixedkv_bench.options import Options
 from mixedkv_bench.quality import Document, QualityRow, measure_settings, read_documents
 
 _AT_ONCE = 8  # contexts, beside the reference
@@ -34,17 +33,15 @@ class SensitivityRow(Row):
 
     test: Literal["sensitivity"] = "sensitivity"
     n_ctx: int = Field(description="tokens of a document")
-    layer: int | None = Field(default=None, description="whose K or V has the coarsest type")
-    part: Part | None = Field(default=None, description='`"k"` or `"v"`')
-    bits: float | None = Field(default=None, description="bits of a K or V element, F16 rows left out")
-    kld_mean: float | None = Field(default=None, description="mean KL divergence from an F32 cache, nats")
-    kld_se: float | None = Field(default=None, description="its standard error")
-    kld_median: float | None = Field(default=None, description="its median")
-    same_top1: float | None = Field(
-        default=None, description="share of positions with the same likeliest token"
-    )
-    kld_share: float | None = Field(default=None, description="what K or V of the layer adds to the mean")
-    kld_planned: float | None = Field(default=None, description="what the shares of the chosen types come to")
+    layer: int | None = measured("whose K or V has the coarsest type")
+    part: Part | None = measured('`"k"` or `"v"`')
+    bits: float | None = measured("bits of a K or V element, F16 rows left out")
+    kld_mean: float | None = measured("mean KL divergence from an F32 cache, nats")
+    kld_se: float | None = measured("its standard error")
+    kld_median: float | None = measured("its median")
+    same_top1: float | None = measured("share of positions with the same likeliest token")
+    kld_share: float | None = measured("what K or V of the layer adds to the mean")
+    kld_planned: float | None = measured("what the shares of the chosen types come to")
 
 
 def check(options: Options) -> None:
@@ -62,15 +59,13 @@ def check(options: Options) -> None:
             raise ValueError(f"--bits {bits:g}: use numbers from {least:g} to {most:g}")
 
 
-def prepare(bench: Bench) -> Measure:
-    """Raises ValueError if the text is too short for a document."""
-    documents = read_documents(bench.model, bench.options)
-    return lambda: measure(bench, documents)
+def measure(bench: Bench) -> None:
+    """Add the rows of each cache in `--kv`, one for each choice of cold types.
 
-
-def measure(bench: Bench, documents: Sequence[Document]) -> None:
-    """Add the rows of each cache in `--kv`, one for each choice of cold types."""
-    options = bench.options
+    Raises:
+        ValueError: the text is too short for a document.
+    """
+    options, documents = bench.options, read_documents(bench.model, bench.options)
     n_cases = 1 + 2 * len(options.shape.layers)
     n_reads = -(-n_cases // _AT_ONCE) + 1
     bench.progress.add(len(options.settings) * n_reads * sum(map(len, documents)))
@@ -170,8 +165,9 @@ TABLE = Table(
 TEST = BenchTest(
     name="sensitivity",
     measures="what K and V of each layer add to the divergence, and the best types for given bits",
-    flags=("--flash-attn", "--text", "--n-ctx", "--repeats", "--bits"),
+    flags=("--text", "--n-ctx", "--repeats", "--bits"),
+    specs=("mixed",),
     tables=(TABLE,),
-    prepare=prepare,
+    measure=measure,
     check=check,
 )

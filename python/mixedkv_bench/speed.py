@@ -10,25 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from mixedkv.config import KVSetting
-from mixedkv_bench.bench_test import Bench, BenchTest, Measure
-from mixedkv_bench.harness import context_facts
-from mixedkv_bench.harness.bench_peer import BenchPeer, check_program
-from mixedkv_bench.harness.cache_settings import Setting
-from mixedkv_bench.harness.contexts import CannotRunError, LoadedModel
-from mixedkv_bench.harness.neighbours import neighbours
+from mixedkv_bench.bench_test import Bench, BenchTest, Options
+from mixedkv_bench.harness.bench_peer import BenchRunner, check_program
+from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, Setting
+from mixedkv_bench.harness.contexts import CannotRunError
 from mixedkv_bench.harness.progress import Bar
-from mixedkv_bench.harness.row import Row
+from mixedkv_bench.harness.row import Row, measured
 from mixedkv_bench.harness.speed_run import Local, RunFacts, Runner, SpeedWork
-from mixedkv_bench.harness.stock_peer import Peer
-from mixedkv_bench.harness.summary import quartiles
 from mixedkv_bench.harness.table import NONE, Cells, Table, number, spread
-from mixedkv_bench.options import Options
 
 
 class SpeedRow(Row):
@@ -42,75 +37,35 @@ class SpeedRow(Row):
     """
 
     test: Literal["speed"] = "speed"
-    engine: str = Field(
-        description='`"mixedkv"`, or with `--peer` `"llama_cpp"`: the stock library in a subprocess, in the '
-        "same rounds; with `--peer PROGRAM` its name: a llama-bench, or a llama-sweep-bench, which takes "
-        "times at multiples of its prompt"
-    )
+    engine: str = Field(description='`"mixedkv"`, or with `--peer` the name of the program')
     depth: int = Field(description="tokens in the cache before the measured ones")
     n_prompt: int = Field(description="tokens of the prompt, evaluated in micro-batches of 512")
     n_gen: int = Field(description="tokens generated one by one")
     sequences: int = Field(
         default=1, description="that are at this depth in one context and get a token each in a step"
     )
-    busy: int = Field(default=0, description="processes that only computed beside (`--busy`)")
-    fill: str | None = Field(
-        default=None,
-        description='`"synthetic"`: the state was made of the rows of 64 decoded tokens, repeated up to the '
+    fill: str | None = measured(
+        '`"synthetic"`: the state was made of the rows of 64 decoded tokens, repeated up to the '
         "depth, and as many tokens decoded as the F16 window holds (the few sinks are cold then); "
         '`"peaked"`: as that, with keys such that a tenth of the cache holds the attention; `"real"`: all '
-        "were decoded",
+        "were decoded"
     )
-    v_skipped: float | None = Field(
-        default=None, description="share of the values that `v_skip` left out, in all rounds"
+    pages_read: float | None = measured("share of the pages that `sparse` read, in all rounds")
+    pp_tps: float | None = measured("tokens per second of the prompt, median of the rounds")
+    pp_samples: list[float] | None = measured("all rounds, in order")
+    pp_vs_f16: float | None = measured(
+        "times as fast as the fastest F16 setting of llama.cpp in this run: median of the ratios "
+        "within a round"
     )
-    pages_read: float | None = Field(
-        default=None, description="share of the pages that `sparse` read, in all rounds"
+    pp_vs_uniform: float | None = measured("the same against llama.cpp's own cache of the same K and V types")
+    pp_vs_peer: float | None = measured(
+        "with `--peer`: times as fast as the fastest F16 setting of the peer, likewise"
     )
-    pp_tps: float | None = Field(
-        default=None, description="tokens per second of the prompt, median of the rounds"
-    )
-    pp_low: float | None = Field(default=None, description="lower quartile of the rounds")
-    pp_high: float | None = Field(default=None, description="upper quartile of the rounds")
-    pp_samples: list[float] | None = Field(default=None, description="all rounds, in order")
-    pp_vs_f16: float | None = Field(
-        default=None,
-        description="times as fast as the fastest F16 setting of llama.cpp in this run: median of the ratios "
-        "within a round",
-    )
-    pp_vs_uniform: float | None = Field(
-        default=None, description="the same against llama.cpp's own cache of the same K and V types"
-    )
-    pp_vs_stock: float | None = Field(
-        default=None,
-        description="with `--peer`: times as fast as the fastest F16 setting of the peer, likewise",
-    )
-    pp_vs_peer: float | None = Field(
-        default=None,
-        description="with `--peer`: times as fast as the peer's cache of the same K and V types, likewise",
-    )
-    tg_tps: float | None = Field(
-        default=None, description="tokens per second of generation, of all sequences, median of the rounds"
-    )
-    tg_low: float | None = Field(default=None, description="as `pp_low`")
-    tg_high: float | None = Field(default=None, description="as `pp_high`")
-    tg_samples: list[float] | None = Field(default=None, description="as `pp_samples`")
-    tg_vs_f16: float | None = Field(default=None, description="as `pp_vs_f16`")
-    tg_vs_uniform: float | None = Field(default=None, description="as `pp_vs_uniform`")
-    tg_vs_stock: float | None = Field(default=None, description="as `pp_vs_stock`")
-    tg_vs_peer: float | None = Field(default=None, description="as `pp_vs_peer`")
-    peer_version: str | None = Field(default=None, description="version of the stock llama_cpp")
-    peer_extra_buffers: bool | None = Field(
-        default=None,
-        description="false where it ran without repacked weights, since it would have crashed (quantised "
-        "weights on a CPU with AMX, library built by GCC before 13)",
-    )
-
-
-class Opener(Protocol):
-    """Makes what runs a setting."""
-
-    def __call__(self, setting: Setting, work: SpeedWork) -> Runner: ...
+    tg_tps: float | None = measured("tokens per second of generation, of all sequences, median of the rounds")
+    tg_samples: list[float] | None = measured("as `pp_samples`")
+    tg_vs_f16: float | None = measured("as `pp_vs_f16`")
+    tg_vs_uniform: float | None = measured("as `pp_vs_uniform`")
+    tg_vs_peer: float | None = measured("as `pp_vs_peer`")
 
 
 class Times(NamedTuple):
@@ -133,16 +88,10 @@ class Contender:
 
 
 def check(options: Options) -> None:
-    if options.peer and options.sequences > 1:
-        raise ValueError(f"--sequences {options.sequences} is not for --peer, which has one: leave one out")
-    if options.peer_path is not None:
-        check_program(options.peer_path)
-        if "bench" not in options.peer_path.name:
-            raise ValueError(f"--peer {options.peer_path}: speed takes a llama-bench or llama-sweep-bench")
-
-
-def prepare(bench: Bench) -> Measure:
-    return lambda: measure(bench)
+    if options.peer is not None:
+        check_program(options.peer)
+        if options.sequences > 1:
+            raise ValueError(f"--sequences {options.sequences}: a --peer has one: leave one of them out")
 
 
 def measure(bench: Bench) -> None:
@@ -151,67 +100,42 @@ def measure(bench: Bench) -> None:
     What was measured is added also when this is interrupted.
     """
     options, progress = bench.options, bench.progress
-    with ExitStack() as peers:
-        entries = _entries(bench.model, bench, peers)
-        progress.add(len(options.depths) * len(entries) * (options.repeats + 1))
-        for depth in options.depths:
-            work = SpeedWork(
-                depth=depth,
-                n_prompt=options.n_prompt,
-                n_gen=options.n_gen,
-                threads=options.threads,
-                fill=options.fill,
-                sequences=options.sequences,
-            )
-            contenders = [Contender(setting, engine) for setting, engine, _ in entries]
+    n_contenders = len(options.settings) + len(options.peer_settings)
+    progress.add(len(options.depths) * n_contenders * (options.repeats + 1))
+    for depth in options.depths:
+        work = SpeedWork(
+            depth=depth,
+            n_prompt=options.n_prompt,
+            n_gen=options.n_gen,
+            threads=options.threads,
+            fill=options.fill,
+            sequences=options.sequences,
+        )
+        with ExitStack() as stack:
+            contenders = list(_contenders(bench, work, stack))
             try:
-                with ExitStack() as stack:
-                    for contender, (_, _, open_) in zip(contenders, entries, strict=True):
-                        _open(contender, open_, work, stack, progress)
-                    with neighbours(options.busy):
-                        _take_turns(contenders, work, options.repeats, progress)
+                _take_turns(contenders, work, options.repeats, progress)
             finally:
-                for row in _rows(contenders, work, options.busy):
+                for row in _rows(contenders, work):
                     bench.add(row)
 
 
-def _entries(model: LoadedModel, bench: Bench, stack: ExitStack) -> list[tuple[Setting, str, Opener]]:
-    """Return what is compared: each setting here, and with `--peer` those that llama.cpp knows there."""
-
-    def open_here(setting: Setting, work: SpeedWork) -> Runner:
-        runner = Local(model, setting, work)
+def _contenders(bench: Bench, work: SpeedWork, stack: ExitStack) -> Iterator[Contender]:
+    """Yield what is compared: each setting here, and with `--peer` those that llama.cpp knows there."""
+    options = bench.options
+    for setting in options.settings:
+        bench.progress.show(f"speed at {work.depth}: fill {setting.name}")
+        contender = Contender(setting, "mixedkv")
         try:
-            runner.facts["attention"] = context_facts.attention(runner.context)
-        except CannotRunError:
-            runner.close()
-            raise
-        return runner
-
-    entries: list[tuple[Setting, str, Opener]] = [
-        (setting, "mixedkv", open_here) for setting in bench.options.settings
-    ]
-    if bench.options.peer:
-        engine, open_ = _peer(bench.options, stack)
-        entries += [(setting, engine, open_) for setting in bench.options.peer_settings]
-    return entries
-
-
-def _peer(options: Options, stack: ExitStack) -> tuple[str, Opener]:
-    if options.peer_path is not None:
-        return options.peer_path.name, BenchPeer(options.peer_path, options.file).open
-    peer = Peer(options.file)
-    stack.callback(peer.close)
-    return "llama_cpp", peer.open
-
-
-def _open(contender: Contender, open_: Opener, work: SpeedWork, stack: ExitStack, progress: Bar) -> None:
-    progress.show(f"speed at {work.depth}: fill {contender.setting.name}")
-    try:
-        contender.runner = open_(contender.setting, work)
-        stack.callback(contender.runner.close)
-        contender.facts = contender.runner.facts
-    except CannotRunError as error:
-        contender.error = str(error)
+            contender.runner = stack.enter_context(Local(bench.model, setting, work))
+            contender.facts = contender.runner.facts
+        except CannotRunError as error:
+            contender.error = str(error)
+        yield contender
+    for setting in options.peer_settings:
+        assert options.peer is not None
+        runner = BenchRunner(options.peer, options.file, setting, work)
+        yield Contender(setting, options.peer.name, facts=runner.facts, runner=runner)
 
 
 def _take_turns(contenders: Sequence[Contender], work: SpeedWork, repeats: int, progress: Bar) -> None:
@@ -232,7 +156,7 @@ def _take_turns(contenders: Sequence[Contender], work: SpeedWork, repeats: int, 
             progress.step()
 
 
-def _rows(contenders: Sequence[Contender], work: SpeedWork, busy: int) -> Iterator[SpeedRow]:
+def _rows(contenders: Sequence[Contender], work: SpeedWork) -> Iterator[SpeedRow]:
     for contender in contenders:
         measured: dict[str, float | list[float]] = {}
         if contender.times:
@@ -248,7 +172,6 @@ def _rows(contenders: Sequence[Contender], work: SpeedWork, busy: int) -> Iterat
             "n_prompt": work.n_prompt,
             "n_gen": work.n_gen,
             "sequences": work.sequences,
-            "busy": busy,
             **contender.facts,
             **measured,
         }
@@ -270,18 +193,16 @@ def _rates(
         return min(candidates, key=lambda each: float(np.median(seconds(each))), default=None)
 
     samples = [n / each for each in seconds(contender)]
-    low, median, high = quartiles(samples)
     fields: dict[str, float | list[float]] = {
-        f"{part}_tps": median, f"{part}_low": low, f"{part}_high": high, f"{part}_samples": samples
-    }  # fmt: skip
+        f"{part}_tps": float(np.median(samples)),
+        f"{part}_samples": samples,
+    }
     if base := fastest(lambda other: other.setting.is_f16):
         fields[f"{part}_vs_f16"] = _ratio(seconds(base), seconds(contender))
     if base := fastest(lambda other: other.setting.is_f16, ours=False):
-        fields[f"{part}_vs_stock"] = _ratio(seconds(base), seconds(contender))
+        fields[f"{part}_vs_peer"] = _ratio(seconds(base), seconds(contender))
     if base := fastest(lambda other: _is_uniform_twin(other.setting, contender.setting.kv)):
         fields[f"{part}_vs_uniform"] = _ratio(seconds(base), seconds(contender))
-    if base := fastest(lambda other: _is_uniform_twin(other.setting, contender.setting.kv), ours=False):
-        fields[f"{part}_vs_peer"] = _ratio(seconds(base), seconds(contender))
     return fields
 
 
@@ -296,28 +217,27 @@ def _ratio(base: Sequence[float], seconds: Sequence[float]) -> float:
 
 
 def _cells(rows: Sequence[SpeedRow]) -> Cells:
-    n_prompt, n_gen = rows[0].n_prompt, rows[0].n_gen
-    peer = any(row.engine != "mixedkv" for row in rows)
-    stock = ["x peer's f16", "same type"] if peer else []
-    head = ["cache", "attention", f"prompt of {n_prompt}, tok/s", "", "x f16", "x same type", *stock]
-    head += [f"generating {n_gen}, tok/s", "", "x f16", "x same type", *stock]
+    has_peer = any(row.engine != "mixedkv" for row in rows)
+    head = ["cache", "attention"]
+    for what in (f"prompt of {rows[0].n_prompt}, tok/s", f"generating {rows[0].n_gen}, tok/s"):
+        head += [what, "", "x f16", "x same type", *(["x peer's f16"] if has_peer else [])]
     return [head] + [
         [
             row.name,
             row.attention or NONE,
             number(row.pp_tps, ".1f"),
-            spread(row.pp_low, row.pp_tps, row.pp_high, row.pp_samples),
-            number(row.pp_vs_f16, ".2f"),
-            number(row.pp_vs_uniform, ".2f"),
-            *([number(row.pp_vs_stock, ".2f"), number(row.pp_vs_peer, ".2f")] if peer else []),
+            spread(row.pp_samples),
+            *_ratios(has_peer, row.pp_vs_f16, row.pp_vs_uniform, row.pp_vs_peer),
             number(row.tg_tps, ".1f"),
-            spread(row.tg_low, row.tg_tps, row.tg_high, row.tg_samples),
-            number(row.tg_vs_f16, ".2f"),
-            number(row.tg_vs_uniform, ".2f"),
-            *([number(row.tg_vs_stock, ".2f"), number(row.tg_vs_peer, ".2f")] if peer else []),
+            spread(row.tg_samples),
+            *_ratios(has_peer, row.tg_vs_f16, row.tg_vs_uniform, row.tg_vs_peer),
         ]
         for row in rows
     ]
+
+
+def _ratios(has_peer: bool, *values: float | None) -> list[str]:
+    return [number(value, ".2f") for value in (values if has_peer else values[:-1])]
 
 
 TABLE = Table(row=SpeedRow, title="Speed at a depth of {} tokens", by=lambda row: row.depth, cells=_cells)
@@ -327,18 +247,16 @@ TEST = BenchTest(
     flags=(
         "--flash-attn",
         "--depths",
-        "--n-ctx",
         "--n-prompt",
         "--n-gen",
         "--repeats",
         "--sequences",
         "--fill",
-        "--busy",
         "--peer",
         "--peer-kv",
     ),
+    specs=DEFAULT_SPECS,
     tables=(TABLE,),
     check=check,
-    prepare=prepare,
-    in_all=True,
+    measure=measure,
 )

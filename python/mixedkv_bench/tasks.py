@@ -14,19 +14,22 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from mixedkv_bench.bench_test import Bench, BenchTest, Measure
-from mixedkv_bench.harness import context_facts
+from mixedkv.bundled import model_path
+from mixedkv.model.footprint import model_shape
+from mixedkv.model.gguf_file import read_model_file
+from mixedkv_bench.bench_test import Bench, Options
 from mixedkv_bench.harness.cache_settings import Setting, make_settings
 from mixedkv_bench.harness.contexts import MICRO_BATCH, CannotRunError, Context, LoadedModel
-from mixedkv_bench.harness.row import CacheRow, RowPart
+from mixedkv_bench.harness.row import CacheRow, RowPart, measured
 from mixedkv_bench.harness.summary import wilson
 from mixedkv_bench.harness.table import NONE, Cells, Table, number
-from mixedkv_bench.harness.task_items import TASKS, TaskItem, make_piles
+from mixedkv_bench.harness.task_items import RECALL, TaskItem, make_piles
 
 _SEED = 130_000
 _AT_ONCE = 8  # questions in a batch
 _GREEDY = 64  # tokens of a text whose agreement is measured
 _ROOM = 160  # tokens for a question and its answer
+_MIN_N_CTX = 1024  # a journal with all its questions
 _STARTS = ("\n\nIn short,", "\n\nThe", "\n\nFor example,", "\n\nNote that")
 
 
@@ -38,29 +41,26 @@ class TaskPart(RowPart):
     correct: int = Field(description="right answers")
     n_kept: int = Field(description="right answers to questions that the reference answers right")
     n_reference: int = Field(description="questions that the reference answers right")
-    low: float = Field(description="of the 95% Wilson interval of n_kept / n_reference")
-    high: float = Field(description="of the 95% Wilson interval of n_kept / n_reference")
     n_same: int = Field(description="answers with the reference's very tokens, up to where they are decided")
 
 
 class TasksRow(CacheRow):
     """One row per setting and depth.
 
-    Documents of real text with facts in them, as many tokens deep as the row says, and documents of dialogue
-    in a format. The reference is an F16 cache without flash attention. A setting that keeps all answers has
-    `n_kept` equal to `n_reference`.
+    Documents are real text with facts in it, dialogue in a format, or for `recall` journals of the bundled
+    model's corpus, as many tokens deep as the row says. The reference is an F16 cache without
+    flash attention. A setting that keeps all answers has `n_kept` equal to `n_reference`.
     """
 
     test: Literal["tasks"] = "tasks"
     depth: int = Field(description="tokens of a document")
-    n_documents: int = Field(description="documents of each of the two kinds")
+    n_documents: int = Field(description="documents of each kind")
     control: bool = Field(description="true for the reference with the F16 cache, which comes first")
-    tasks: list[TaskPart] | None = Field(default=None, description="answers by kind of question")
-    same_tokens: float | None = Field(
-        default=None, description=f"tokens until greedy text differs from the reference's, mean of {_GREEDY}"
+    tasks: list[TaskPart] | None = measured("answers by kind of question")
+    same_tokens: float | None = measured(
+        f"tokens until greedy text differs from the reference's, mean of {_GREEDY}"
     )
-    same_texts: float | None = Field(default=None, description="share of these texts that agree to the end")
-    n_texts: int | None = Field(default=None, description="texts")
+    same_texts: float | None = measured("share of these texts that agree to the end")
 
 
 @dataclass(frozen=True)
@@ -78,42 +78,52 @@ class _Said:
     items: list[tuple[TaskItem | None, list[int], bool]] = field(default_factory=list)
 
 
-def make_cases(model: LoadedModel, n_documents: int, depth: int) -> list[_Case]:
+def make_cases(model: LoadedModel, options: Options, depth: int) -> list[_Case]:
     """Make documents of about `depth` tokens with their questions."""
 
+    def tokenize(text: str) -> list[int]:
+        return model.tokenize(text, special=True)
+
     def count(text: str) -> int:
-        return len(model.tokenize(text))
+        return len(tokenize(text))
 
     head = [model.bos] if model.adds_bos else []
     cases = []
-    for i in range(n_documents):
-        for pile in make_piles(_SEED + i, depth, count):
-            prompts = [(item, model.tokenize(item.prompt)) for item in pile.items]
-            texts = [(None, model.tokenize(start)) for start in _STARTS]
-            cases.append(_Case(head + model.tokenize(pile.text), [*prompts, *texts]))
+    for i in range(options.repeats):
+        for pile in make_piles(options.tasks, _SEED + i, depth, count):
+            prompts = [(item, tokenize(item.prompt)) for item in pile.items]
+            texts = [(None, tokenize(start)) for start in _STARTS]
+            cases.append(_Case(head + tokenize(pile.text), [*prompts, *texts]))
     return cases
 
 
-def prepare(bench: Bench) -> Measure:
-    """Raises ValueError if a text that documents are made of is not installed."""
-    options = bench.options
-    depths = [depth for depth in options.depths if depth] or [options.n_ctx - _ROOM]
-    cases = {depth: make_cases(bench.model, options.repeats, depth) for depth in depths}
-    return lambda: measure(bench, cases)
+def check(options: Options) -> None:
+    taught = model_shape(read_model_file(model_path())).name
+    if RECALL in options.tasks and options.shape.name != taught:
+        raise ValueError(
+            "--task recall asks the bundled model, or one made of it, which was taught: leave -m out"
+        )
+    if options.n_ctx < _MIN_N_CTX:
+        raise ValueError(f"--n-ctx {options.n_ctx} has no room for the questions: use {_MIN_N_CTX} or more")
 
 
-def measure(bench: Bench, cases: dict[int, list[_Case]]) -> None:
-    """Add one row per setting and depth, the reference first."""
+def measure(bench: Bench) -> None:
+    """Add one row per setting, the reference first.
+
+    Raises:
+        ValueError: a text that documents are made of is not installed.
+    """
+    depth = bench.options.n_ctx - _ROOM
+    cases = make_cases(bench.model, bench.options, depth)
     [reference] = make_settings(["f16"], "off")
     others = [setting for setting in bench.options.settings if setting != reference]
-    bench.progress.add((1 + len(others)) * sum(map(len, cases.values())))
-    for depth, of_depth in cases.items():
-        want = None
-        for setting in (reference, *others):
-            said, row = _ask(bench, setting, depth, of_depth)
-            want = want or said
-            row |= {"control": setting is reference, **_summary(said, want)}
-            bench.add(TasksRow.model_validate(row))
+    bench.progress.add((1 + len(others)) * len(cases))
+    want = None
+    for setting in (reference, *others):
+        said, row = _ask(bench, setting, depth, cases)
+        want = want or said
+        row |= {"control": setting is reference, **_summary(said, want)}
+        bench.add(TasksRow.model_validate(row))
 
 
 def _ask(bench: Bench, setting: Setting, depth: int, cases: Sequence[_Case]) -> tuple[_Said, dict[str, Any]]:
@@ -123,7 +133,7 @@ def _ask(bench: Bench, setting: Setting, depth: int, cases: Sequence[_Case]) -> 
         "kv": setting.spec,
         "flash_attn": setting.flash_attn,
         "depth": depth,
-        "n_documents": len(cases) // 2,
+        "n_documents": bench.options.repeats,
         "n_ctx": n_ctx,
         "threads": bench.options.threads,
     }  # fmt: skip
@@ -134,9 +144,9 @@ def _ask(bench: Bench, setting: Setting, depth: int, cases: Sequence[_Case]) -> 
     except CannotRunError as error:
         return said, row | {"error": str(error)}
     try:
-        row |= context_facts.of_context(context)
+        row |= context.facts()
         for case in cases:
-            bench.progress.show(f"tasks, {depth} deep: {setting.name}")
+            bench.progress.show(f"answers, {depth} deep: {setting.name}")
             context.clear()
             context.feed(case.document)
             said.items += _answers(context, case)
@@ -204,31 +214,25 @@ def _summary(said: _Said, want: _Said) -> dict[str, Any]:
     if not said.items:
         return {}
     pairs = list(zip(said.items, want.items, strict=False))
-    parts = [part for task in TASKS if (part := _part(task, pairs))]
+    names = dict.fromkeys(mine[0].task for mine, _ in pairs if mine[0] is not None)
     same = [_n_same(mine[1], wanted[1]) for mine, wanted in pairs if mine[0] is None]
     return {
-        "tasks": parts,
+        "tasks": [_part(name, pairs) for name in names],
         "same_tokens": float(np.mean(same)),
         "same_texts": float(np.mean(np.equal(same, _GREEDY))),
-        "n_texts": len(same),
     }
 
 
-def _part(task: str, pairs: Sequence[Any]) -> TaskPart | None:
+def _part(task: str, pairs: Sequence[Any]) -> TaskPart:
     chosen = [(mine, wanted) for mine, wanted in pairs if mine[0] is not None and mine[0].task == task]
-    if not chosen:
-        return None
     n_reference = sum(wanted[2] for _, wanted in chosen)
     n_kept = sum(mine[2] and wanted[2] for mine, wanted in chosen)
-    low, high = wilson(n_kept, n_reference)
     return TaskPart(
         task=task,
         n=len(chosen),
         correct=sum(mine[2] for mine, _ in chosen),
         n_kept=n_kept,
         n_reference=n_reference,
-        low=round(low, 4),
-        high=round(high, 4),
         n_same=sum(mine[1] == wanted[1] for mine, wanted in chosen),
     )
 
@@ -265,11 +269,4 @@ TABLE = Table(
     title="Answers that stay right, {} tokens deep (the reference: of all questions)",
     by=lambda row: row.depth,
     cells=_cells,
-)
-TEST = BenchTest(
-    name="tasks",
-    measures="questions about long documents of real text, and how long greedy text stays the same",
-    flags=("--flash-attn", "--depths", "--n-ctx", "--repeats"),
-    tables=(TABLE,),
-    prepare=prepare,
 )

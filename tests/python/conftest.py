@@ -49,10 +49,10 @@ def tier(item: pytest.Item) -> str:
     found = next((TIERS[mark.name] for mark in marks if mark.name in TIERS), "full")
     if found != "bench" and any(name.startswith("real_model") for name in getattr(item, "fixturenames", ())):
         return "nightly"  # which may be downloaded
-    if found == "core" and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-        name = item.callspec.params.get("name")
-        if name in zoo.SHAPES and name not in CORE_MODELS:
-            return "full"
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    name = parameters.get("name")
+    if found in ("core", "full") and name in zoo.SHAPES and name not in CORE_MODELS:
+        return "nightly" if parameters.get("attention") == "merged" else "full"
     return found
 
 

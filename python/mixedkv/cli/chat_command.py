@@ -22,6 +22,7 @@ from mixedkv.cli.chat_terminal import StopSignal, questions
 from mixedkv.cli.model import add_llama_arguments, open_model, quiet
 from mixedkv.cli.sampling import add_sampling_arguments, sampling_options
 from mixedkv.cli.values import add_n_predict, duration, gigabytes
+from mixedkv.cli.words import add_place, flags, one_model, take_words
 from mixedkv.config import parse_kv
 from mixedkv.errors import StoppedError
 from mixedkv.llama import Llama
@@ -43,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "question a line, up to an empty one. /help lists commands, such as /undo and /save. With --history "
         "the next call goes on where this one ended, and evaluates nothing of it again."
     )
-    parser.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(*flags("model"), metavar="MODEL", help=MODEL_HELP)
+    add_place(parser, nargs="?")
     parser.add_argument(
         "--history", metavar="DIR", help="folder of this chat: messages and their KV (default: none)"
     )
@@ -78,20 +80,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def chat(args: argparse.Namespace) -> None:
-    parse_kv(args.kv)  # before a model is read
+    take_words(args)
+    parse_kv(args.kv or "mixed")  # before a model is read
     if args.new and args.history is None:
         raise ValueError("--new: there is no --history to forget")
     if args.key and args.history is None:
         raise ValueError("--key: there is no --history to encrypt")
     key = parse_key_source(args.key) if args.key else None
-    path = find_model(args.model)
+    path = find_model(one_model(args))
     folder = Path(args.history) if args.history is not None else None
     history = ChatHistory(folder, args.new, KeyCipher(key) if key is not None else None)
     if history.encrypted_now:
         _tell("the messages were kept in plain text: they are encrypted now")
     with quiet(not args.verbose), open_model(path, args) as llm, _store(history, args, key) as store:
         if "tokenizer.chat_template" not in llm.metadata:
-            raise ValueError(f"{path.name} has no chat template: use mixedkv run")
+            raise ValueError(
+                f"{path.name} was not made for chats: it has no chat template. `mixedkv run` continues a text"
+            )
         with MessageCache(llm, store) as cache:
             options = {"max_tokens": args.n_predict, **sampling_options(args, path)}
             _talk(llm, cache, history, args, options)
@@ -104,9 +109,14 @@ def _talk(
         _show(history.messages, args.plain)
     elif args.system:
         history.add({"role": "system", "content": args.system})
+    if sys.stdin.isatty() and sys.stderr.isatty():
+        name = Path(llm.model_path).name
+        _tell(f"{name}, {llm.n_ctx():,} tokens, {args.kv or 'mixed'}; /? lists commands, Ctrl-D ends")
     took = ""
     commands = ChatCommands(llm, history, lambda: took)
     for text in _questions(history):
+        if commands.ends(text):
+            return
         if (told := commands.run(text)) is not None:
             _tell(told)
             continue

@@ -11,8 +11,12 @@ from mixedkv.cli.chat_history import ChatHistory
 from mixedkv.llama import Llama
 
 _COMMAND = re.compile(r"/([a-z]+|\?)(?:\s+(.+))?", re.DOTALL)  # "/etc/hosts is empty, why?" is a question
+_ENDS = ("bye", "exit", "quit")
+_ALSO = {"?": "help"}
 _HELP = {
-    "help": "/help          list the commands",
+    "bye": "/bye           end the chat, as Ctrl-D does; /exit and /quit too",
+    "clear": "/clear         forget the questions and answers so far",
+    "help": "/help          list the commands; /? too",
     "kv": "/kv            show what the KV cache holds, and in which types",
     "save": "/save FILE     write the chat to FILE.md or FILE.json",
     "stats": "/stats         say what the last answer took",
@@ -33,12 +37,17 @@ class ChatCommands:
     def __init__(self, llm: Llama, history: ChatHistory, last: Callable[[], str]) -> None:
         self._llm, self._history, self._last = llm, history, last
 
+    @staticmethod
+    def ends(line: str) -> bool:
+        """Return whether a line ends the chat."""
+        return line.startswith("/") and line[1:] in _ENDS
+
     def run(self, line: str) -> str | None:
         """Carry out a command and return its output; None if the line is a question."""
         found = _COMMAND.fullmatch(line)
         if found is None:
             return None
-        name, text = found[1], (found[2] or "").strip()
+        name, text = _ALSO.get(found[1], found[1]), (found[2] or "").strip()
         if name not in _HELP:
             return f"there is no command /{name}: " + ", ".join(f"/{each}" for each in _HELP)
         if text and name not in ("save", "system"):
@@ -81,6 +90,13 @@ class ChatCommands:
         rest = messages[1:] if now else messages
         self._history.replace([{"role": "system", "content": text}, *rest])
         return "the system message is set: the next question evaluates the chat anew"
+
+    def _clear(self, _text: str) -> str:
+        messages = self._history.messages
+        kept = [each for each in messages[:1] if each["role"] == "system"]
+        self._history.replace(kept)
+        self._llm.reset()
+        return f"{len(messages) - len(kept)} messages are forgotten"
 
     def _undo(self, _text: str) -> str:
         messages = self._history.messages

@@ -26,17 +26,25 @@ def questions(former: Sequence[str]) -> Iterator[str]:
         former: earlier questions, for the keys up and down.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C on an empty line; otherwise it clears the line.
+        KeyboardInterrupt: Ctrl-C twice on an empty line; on another it clears the line.
     """
     session: PromptSession[str] = PromptSession(
         "> ", history=InMemoryHistory(former), key_bindings=_keys(), output=create_output(stdout=sys.stderr)
     )
+    asked = False
     with _keys_wait():
         while True:
             try:
                 text = session.prompt().strip()
             except EOFError:
                 return
+            except KeyboardInterrupt:
+                if asked:
+                    raise
+                asked = True
+                print("Ctrl-C again ends the chat", file=sys.stderr)
+                continue
+            asked = False
             if text:
                 print(_MARK_PASTES, end="", file=sys.stderr, flush=True)  # a prompt ends with it off
                 yield text

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from mixedkv import __version__, _core
 from mixedkv._native import processor_plugin
+from mixedkv.cli.words import unknown
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -63,7 +64,7 @@ class _Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *, module: str = "", **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(allow_abbrev=False, **options)
         self._module = module
 
     def add_arguments(self) -> None:
@@ -73,7 +74,10 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
         self.add_arguments()
-        return super().parse_known_args(*args, **options)
+        found, rest = super().parse_known_args(*args, **options)
+        if rest:
+            self.error(unknown(rest, self._option_string_actions))
+        return found, rest
 
     def error(self, message: str) -> NoReturn:
         print(f"mixedkv: error: {message} (see {self.prog} --help)", file=sys.stderr)

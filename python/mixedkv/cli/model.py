@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mixedkv.cli.values import layer_count, layers, memory, positive
+from mixedkv.cli.words import add_words, flags, tokens
+from mixedkv.config.parse import HELP as KV_HELP
 from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import DEFAULT_N_CTX, default_n_ctx, read_model_file
 from mixedkv.native import llama_cpp as _llama_cpp
@@ -16,16 +18,20 @@ from mixedkv.terminal import LoadingBar
 
 def add_llama_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that `open_model` reads."""
-    parser.add_argument("--kv", metavar="SPEC", default="mixed", help="cache (default: mixed)")
+    parser.add_argument("--kv", metavar="SPEC", help=KV_HELP)
+    add_words(parser)
     parser.add_argument(
-        "--n-ctx", metavar="N", type=positive, help=f"context (default: {DEFAULT_N_CTX} or the model's)"
+        *flags("n_ctx"),
+        metavar="N",
+        type=tokens,
+        help=f"tokens of the context, e.g. 4096 or 32k (default: {DEFAULT_N_CTX} or the model's)",
     )
     parser.add_argument(
-        "--threads", metavar="N", type=positive, help="CPU threads (default: llama_cpp's choice)"
+        *flags("threads"), metavar="N", type=positive, help="CPU threads (default: llama_cpp's choice)"
     )
     parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
     parser.add_argument(
-        "--n-gpu-layers",
+        *flags("n_gpu_layers"),
         metavar="N",
         type=layer_count,
         default=0,
@@ -49,7 +55,7 @@ def open_model(path: Path, args: argparse.Namespace) -> Llama:
     with LoadingBar() as bar:
         return Llama(
             path,
-            kv=args.kv,
+            kv=args.kv or "mixed",
             n_ctx=args.n_ctx or default_n_ctx(read_model_file(path)),
             n_threads=args.threads,
             n_threads_batch=args.threads,

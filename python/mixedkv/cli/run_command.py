@@ -13,6 +13,7 @@ from mixedkv.bundled.corpus import Recall, make_recall
 from mixedkv.cli.model import add_llama_arguments, open_model, quiet
 from mixedkv.cli.sampling import add_sampling_arguments, sampling_options
 from mixedkv.cli.values import add_n_predict
+from mixedkv.cli.words import flags, is_model_file, take_words
 from mixedkv.config import parse_kv
 from mixedkv.kv.stats import KVStats, format_bytes, format_saving
 from mixedkv.llama import Llama
@@ -28,9 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Generate text: the answer to a question, or with --raw what follows a text. Without a prompt the "
         "bundled model is asked about a fact in a short journal."
     )
-    parser.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(*flags("model"), metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument("text", metavar="TEXT", nargs="?", help="prompt; or a model's file, as with -m")
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("text", metavar="TEXT", nargs="?", help="prompt")
     prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt, as an option")
     prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file; - is stdin")
     parser.add_argument(
@@ -41,15 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_n_predict(parser)
     add_llama_arguments(parser)
     add_sampling_arguments(parser)
-    parser.epilog = (
-        'SPEC: "mixed", "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4", '
-        '"mixed:cold=q8_0", or a uniform cache of llama.cpp: "f16", "q8_0", "q4_0".'
-    )
     parser.set_defaults(command=run)
 
 
 def run(args: argparse.Namespace) -> None:
-    parse_kv(args.kv)  # before a model is read
+    take_words(args)
+    parse_kv(args.kv or "mixed")  # before a model is read
+    if args.text is not None and args.model is None and is_model_file(args.text):
+        args.model, args.text = args.text, None
+    if args.text is not None and (args.prompt is not None or args.file is not None):
+        raise ValueError("-p and -f are not allowed with TEXT: give the prompt once")
     demo = _demo(args)
     text = "" if demo else _read_prompt(args)
     path = find_model(args.model)
@@ -60,6 +62,8 @@ def run(args: argparse.Namespace) -> None:
         if demo and args.temp is None:
             options["temperature"] = 0.0  # the question has one right answer
         is_chat = not args.raw and "tokenizer.chat_template" in llm.metadata
+        if not is_chat and not args.raw:
+            print(f"{path.name} has no chat template: it continues the text, as with --raw", file=sys.stderr)
         prompt = demo.messages if demo else [{"role": "user", "content": text}] if is_chat else text
         clock = _Clock(llm)
         for piece in clock.watch(with_prompt_bar(llm, _stream(llm, prompt, options))):
@@ -87,7 +91,7 @@ def _read_prompt(args: argparse.Namespace) -> str:
     if args.file is not None:
         text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
     if text is None:
-        raise ValueError("a model of your own needs a prompt: add TEXT or -f FILE")
+        raise ValueError(f"{args.model}: a model of your own needs a prompt: add TEXT or -f FILE")
     if not text:
         raise ValueError("the prompt is empty")
     return text

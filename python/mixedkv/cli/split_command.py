@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from dataclasses import MISSING, fields
@@ -163,15 +164,15 @@ def run_serve(args: argparse.Namespace) -> None:
         from mixedkv.split.split_settings import SplitSettings
 
     silence()
+    logging.basicConfig(format="mixedkv split: %(message)s")
+    logging.getLogger("mixedkv").setLevel(logging.INFO)
     serve(SplitSettings(**{field.name: getattr(args, field.name) for field in fields(SplitSettings)}))
 
 
 def run_client(args: argparse.Namespace) -> None:
     with naming_the_extra("split"):
-        import grpc
-
         from mixedkv.engine.chat.tokenizer import silence
-        from mixedkv.split.client import SplitClient, tls
+        from mixedkv.split.client import SplitClient, SplitServerError, tls
         from mixedkv.split.head import Head
 
     silence()
@@ -184,8 +185,8 @@ def run_client(args: argparse.Namespace) -> None:
                 head, args.address, precision=args.precision, key=key, credentials=credentials
             ) as client:
                 _generate(client, args)
-        except grpc.RpcError as error:
-            raise ValueError(f"{args.address}: {error.code().name}: {error.details()}") from None
+        except SplitServerError as error:
+            raise ValueError(error) from None
 
 
 def _generate(client: SplitClient, args: argparse.Namespace) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mixedkv.config.mixed import MixedKVConfig
 from mixedkv.config.row_types import UNIFORM_TYPES, replacement
-from mixedkv.config.spec import fields_of, parse_options
+from mixedkv.config.spec import did_you_mean, fields_of, in_words_of_spec, parse_options
 from mixedkv.config.uniform import UniformKV
 
 KVSetting = MixedKVConfig | UniformKV
@@ -22,6 +23,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "group_size": 32,
     },
 }
+HELP = (
+    "KV cache (default: mixed, which is mixed:compact: 4 bits but for recent tokens). mixed:balanced has K "
+    "in 8 bits, mixed:quality K and V, both with more recent tokens in F16; mixed:bits=3.5 or "
+    "mixed:budget=2GiB choose types by size; mixed:cold=q8_0,threshold=256 sets each. f16, q8_0 and others "
+    "are llama.cpp's caches"
+)
 _KNOWN_NAMES = "mixed, " + ", ".join(UNIFORM_TYPES)
 
 
@@ -51,17 +58,29 @@ def parse_kv(kv: str | KVSetting) -> KVSetting:
     name, colon, rest = kv.lower().replace(" ", "").partition(":")
     preset, _, more = rest.partition(",")
     if name == "mixed" and preset in PRESETS:
-        options = parse_options(kv, more) if more else {}
-        return MixedKVConfig(**{**PRESETS[preset], **fields_of(kv, options)})
-    options = parse_options(kv, rest) if colon else {}
+        return _mixed(kv, PRESETS[preset], more)
+    if name == "mixed" and colon and "=" not in preset:
+        near, known = did_you_mean(preset, PRESETS), ", ".join(PRESETS)
+        raise ValueError(f"kv={kv!r}: {preset!r} is neither a preset ({known}) nor key=value{near}")
     if name == "mixed":
-        return MixedKVConfig(**fields_of(kv, options))
+        return _mixed(kv, {}, rest)
+    options = parse_options(kv, rest) if colon else {}
     type_k, slash, type_v = name.partition("/")
     if not slash:
         type_v = type_k
     if not {type_k, type_v} <= set(UNIFORM_TYPES):
         gone = replacement(type_k) or replacement(type_v)
-        raise ValueError(f"kv={kv!r} names no cache: use one of {_KNOWN_NAMES}{gone}")
+        near = did_you_mean(name, ("mixed", *UNIFORM_TYPES))
+        raise ValueError(f"kv={kv!r} names no cache{near}: use one of {_KNOWN_NAMES}{gone}")
     if unknown := options.keys() - {"attention"}:
         raise ValueError(f"kv={kv!r}: a uniform cache takes attention only, not {', '.join(sorted(unknown))}")
     return UniformKV(type_k=type_k, type_v=type_v, **options)
+
+
+def _mixed(kv: str, preset: Mapping[str, Any], text: str) -> MixedKVConfig:
+    options = parse_options(kv, text) if text else {}
+    fields = {**preset, **fields_of(kv, options)}
+    try:
+        return MixedKVConfig(**fields)
+    except ValueError as error:
+        raise ValueError(f"kv={kv!r}: {in_words_of_spec(options, str(error))}") from None

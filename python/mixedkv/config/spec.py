@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mixedkv.limits import INT32_MAX
@@ -52,7 +55,9 @@ def parse_options(spec: str, text: str) -> dict[str, str]:
         if not (key and equals and value):
             raise ValueError(f"kv={spec!r}: {item!r} is not key=value; known keys: {_KNOWN_KEYS}")
         if key != "cold" and key not in KEYS:
-            raise ValueError(f"kv={spec!r}: unknown key {key!r}; known keys: {_KNOWN_KEYS}")
+            raise ValueError(
+                f"kv={spec!r}: unknown key {key!r}{did_you_mean(key, KEYS)}; known keys: {_KNOWN_KEYS}"
+            )
         if key in options or (key in ("cold_k", "cold_v") and "cold" in options):
             raise ValueError(f"kv={spec!r} gives {key} twice")
         if key == "cold" and options.keys() & {"cold_k", "cold_v"}:
@@ -61,16 +66,30 @@ def parse_options(spec: str, text: str) -> dict[str, str]:
     return options
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `, did you mean ...?` where a known word is like this one, else ""."""
+    alike = {each: difflib.SequenceMatcher(None, word, each).ratio() for each in known}
+    nearest = max(alike, key=alike.__getitem__)
+    return f" (did you mean {nearest}?)" if alike[nearest] >= 0.6 else ""
+
+
+def in_words_of_spec(options: Mapping[str, str], message: str) -> str:
+    """Return a message about fields of a `MixedKVConfig` with the keys that a spec has for them."""
+    keys = {field: key for key, field in KEYS.items()}
+    if "cold" in options:
+        keys["cold_type_k"] = keys["cold_type_v"] = "cold"
+    return re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda found: keys.get(found[0], found[0]), message)
+
+
 def fields_of(spec: str, options: dict[str, str]) -> dict[str, Any]:
     """Return the fields of a `MixedKVConfig` by the keys of a spec.
 
     Raises:
         ValueError: a value is none of its kind.
     """
-    if "cold" in options:
-        cold = options.pop("cold")
-        options.update(cold_k=cold, cold_v=cold)
-    return {KEYS[key]: _parse_value(spec, key, value) for key, value in options.items()}
+    cold = {f"cold_{each}": options["cold"] for each in "kv"} if "cold" in options else {}
+    given = cold | {key: value for key, value in options.items() if key != "cold"}
+    return {KEYS[key]: _parse_value(spec, key, value) for key, value in given.items()}
 
 
 def _parse_value(spec: str, key: str, value: str) -> str | int | float | bool:

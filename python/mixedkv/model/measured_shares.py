@@ -28,9 +28,10 @@ def read_shares(path: Path | str) -> dict[tuple[int, Part], float]:
         ValueError: it holds no such rows.
     """
     try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))["rows"]
-        read = [_Share.model_validate(row) for row in rows if row["test"] == "sensitivity"]
-    except (KeyError, TypeError, ValueError) as error:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        rows = [row for row in map(json.loads, lines) if row.get("test") == "sensitivity"]
+        read = [_Share.model_validate(row) for row in rows]
+    except (AttributeError, ValueError) as error:
         raise ValueError(f"{path} is not what bench sensitivity --json writes: {error}") from None
     shares = {(row.layer, row.part): row.kld_share for row in read if row.layer is not None and row.part}
     if not shares or None in shares.values():

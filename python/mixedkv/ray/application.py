@@ -79,7 +79,14 @@ def build(options: Mapping[str, Any]) -> serve.Application:
         raise ValueError("kv_events: replicas cannot share an address; Ray's own router needs no events")
     if known.store_remote:  # what every replica would die of: a wrong URL, password or bucket
         KVStore(None, remote=known.store_remote).close()
-    scaling = _scaling(str(own.get("replicas", 1)), known.parallel)
+    replicas = str(own.get("replicas", 1))
+    scaling = _scaling(replicas, known.parallel)
+    if scaling.get("num_replicas") != 1 and not (known.metadata_url or known.store):
+        raise ValueError(
+            f"replicas={replicas}: a session, or a response that is kept, would be found by the replica that "
+            "made it alone: give metadata_url=redis://... (MIXEDKV_METADATA_URL), where all look, or "
+            "metadata_url=sqlite: to go without"
+        )
     engine = serve.deployment(
         EngineReplica,
         name="engine",

@@ -33,6 +33,7 @@ from mixedkv.server.api import (
     responses,
     tokenizing,
 )
+from mixedkv.server.api.fields import place
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.auth import Keys
 from mixedkv.server.http.body_limit import BodyLimit
@@ -177,11 +178,8 @@ async def _on_invalid(request: Request, error: Any) -> Response:
                 400, "the body is not said to be JSON: send the header Content-Type: application/json"
             ).response()
         return ApiError(400, "the body is not a JSON object", code="invalid_json").response(request.url.path)
-    where = [str(part) for part in first["loc"][1:]]  # without "body", "path" or "query"
-    # and without pydantic's names for parts of a union: function-after[<function ... at 0x7f...>, str]
-    where = [part for part in where if not part.startswith("function-")]
     message = first["msg"].removeprefix("Value error, ")
-    param = ".".join(where)[:_MAX_PARAM] or None
+    param = place(first["loc"][1:])[:_MAX_PARAM] or None  # without "body", "path" or "query"
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json").response(request.url.path)
     if first["type"] == "extra_forbidden":

@@ -80,7 +80,9 @@ def read_chat_template(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"chat_template={path}: {error}") from None
+        raise ValueError(
+            f"chat_template={path}: {error}: give a file, or with chat_format the name of a format"
+        ) from None
 
 
 def description(settings: ServerSettings, model: ServedModel, file: ModelFile) -> dict[str, Any]:
@@ -101,7 +103,7 @@ def description(settings: ServerSettings, model: ServedModel, file: ModelFile) -
         "kv": str(parse_kv(settings.kv if generates else "f16")),
         "capabilities": capabilities(
             generates=generates,
-            tools=renderer.takes_tools,
+            tools=bool(template or settings.chat_format),
             thinks=renderer.thinks,
             infills=any(f"tokenizer.ggml.{name}_token_id" in file.metadata for name in ("fim_pre", "prefix")),
             sees=bool(model.mmproj),

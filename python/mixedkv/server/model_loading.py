@@ -31,11 +31,13 @@ def load_model(
     n_ctx = model.n_ctx or default_n_ctx(file)
     if model.adapter and not Path(model.adapter).is_file():
         raise FileNotFoundError(f"lora={model.name}={model.adapter}: there is no such file")
-    if model.adapter and (settings.stream_layers or settings.memory):
+    if model.adapter and settings.memory:
         raise ValueError(
-            "lora: adapters share the weights of a model whose layers stay in memory: leave "
-            "stream_layers and memory out"
+            "lora: a model with an adapter streams layers of its own, so memory is not the budget of both: "
+            "leave memory out, or say with stream_layers how many layers are read"
         )
+    if settings.stream_layers:  # streamed layers are one context's
+        weights = None
     return _open(
         settings,
         model.path,

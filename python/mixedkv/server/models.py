@@ -11,8 +11,7 @@ from mixedkv.bundled import model_path
 from mixedkv.engine.embed.embedding_context import only_embeds
 from mixedkv.limits import INT32_MAX
 from mixedkv.model.gguf_file import ModelFile
-from mixedkv.model.hub_model import is_hub_name
-from mixedkv.model.named_model import find_model
+from mixedkv.model.named_model import find_model, is_of_hub
 from mixedkv.server.settings import ServerSettings
 
 _NAMED = re.compile(r"([A-Za-z0-9][\w.:@~+-]{0,255})=(.+)", re.ASCII | re.DOTALL)
@@ -111,7 +110,7 @@ def _model(given: str, i: int, settings: ServerSettings) -> tuple[str, Path]:
         return named[1], find_model(named[2])
     name = settings.model_name if i == 0 else ""
     path = find_model(given)
-    return name or (path if is_hub_name(given) else Path(given)).stem, path
+    return name or (path if is_of_hub(given) else Path(given)).stem, path
 
 
 def _adapter(given: str, models: Sequence[tuple[str, Path]]) -> tuple[str, str, str]:

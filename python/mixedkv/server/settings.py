@@ -502,4 +502,7 @@ def _explain(error: dict[str, Any], origins: Mapping[str, str]) -> str:
     wanted = str(cause) or error["msg"]
     for theirs, ours in _WORDS.items():
         wanted = wanted.replace(theirs, ours)
+    said = f"{error['loc'][0]}={error['input']!r}"
+    if wanted.startswith(said):  # by who reads the value elsewhere too
+        return f"{origin}={error['input']!r}{wanted.removeprefix(said)}"
     return f"{origin}={error['input']!r}: {wanted}"

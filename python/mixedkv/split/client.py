@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import secrets
 import time
@@ -26,6 +27,8 @@ from mixedkv.split.parts import VERSION
 from mixedkv.split.session_key import session_name, wrap
 from mixedkv.tokens import common_prefix
 
+log = logging.getLogger("mixedkv.split")
+
 _OPTIONS = [
     ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
@@ -40,10 +43,35 @@ _AGAIN = (
     grpc.StatusCode.RESOURCE_EXHAUSTED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
 )
+_REMEDIES = {
+    grpc.StatusCode.UNAVAILABLE: "start `mixedkv split serve` there, or check address, TLS and certificates",
+    grpc.StatusCode.DEADLINE_EXCEEDED: "it took too long: try again, or raise its --step-timeout",
+    grpc.StatusCode.UNAUTHENTICATED: "give the key of a tenant of that server",
+    grpc.StatusCode.RESOURCE_EXHAUSTED: "it has no room now: try again later",
+}
 _CHUNK = 256  # tokens of a prompt in one message: the server evaluates one while the next is on its way
 _FIRST_WAIT, _LONGEST_WAIT = 0.05, 2.0  # seconds between attempts to reach a server
 _DESCRIBE_SECONDS, _FORGET_SECONDS = 20.0, 5.0
 _MOST_RESENDS = 8  # in a row, without a token in between
+
+
+class SplitServerError(grpc.RpcError, ConnectionError):  # type: ignore[misc]
+    """A split server refuses, cannot be reached, or has gone. The message has its address and the remedy."""
+
+    def __init__(self, address: str, code: grpc.StatusCode, details: str) -> None:
+        self._code = code
+        remedy = f": {_REMEDIES[code]}" if code in _REMEDIES else ""
+        super().__init__(f"the split server at {address}: {code.name}: {details}{remedy}")
+
+    def code(self) -> grpc.StatusCode:
+        """Return gRPC's status."""
+        return self._code
+
+
+def _from(address: str, error: grpc.RpcError) -> SplitServerError:
+    if isinstance(error, SplitServerError):
+        return error
+    return SplitServerError(address, error.code(), error.details())
 
 
 class SplitClient:
@@ -61,7 +89,7 @@ class SplitClient:
 
     Raises:
         ValueError: the server has another model or version, or an argument is wrong.
-        grpc.RpcError: the server cannot be reached, or refuses.
+        SplitServerError: the server cannot be reached, or refuses.
     """
 
     def __init__(
@@ -78,6 +106,7 @@ class SplitClient:
         if precision not in wire.PRECISIONS:
             raise ValueError(f"precision={precision!r}: use {' or '.join(wire.PRECISIONS)}")
         self.head, self.precision = head, wire.PRECISIONS[precision]
+        self.address = address
         self.patience = patience
         milliseconds = int(keepalive * 1000)
         options = [*_OPTIONS, *((f"grpc.keepalive_{name}_ms", milliseconds) for name in ("time", "timeout"))]
@@ -102,7 +131,7 @@ class SplitClient:
         """Ask the server whether it has the body of this head, and for its numbers.
 
         Raises:
-            ValueError, grpc.RpcError: as for making the client.
+            ValueError, SplitServerError: as for making the client.
         """
         request = pb.DescribeRequest(version=VERSION, pair=self.head.pair)
         try:
@@ -112,7 +141,7 @@ class SplitClient:
         except grpc.RpcError as error:
             if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED):
                 raise ValueError(f"the server cannot serve this head: {error.details()}") from error
-            raise
+            raise _from(self.address, error) from error
         if (found.version, found.pair, found.width) != (VERSION, self.head.pair, self.head.width):
             raise ValueError("the server has another model or version than this head")
         return found
@@ -220,7 +249,7 @@ class SplitSession:
         Raises:
             ContextLengthError: the prompt is empty, or too long for the server and there is no window.
             ValueError: an argument is wrong.
-            grpc.RpcError: the server refuses, or could not be reached for `patience` seconds.
+            SplitServerError: the server refuses, or could not be reached for `patience` seconds.
         """
         head = self._head
         tokens, chat = head.tokenizer.encode(prompt)
@@ -258,6 +287,11 @@ class SplitSession:
         sampler = self._head.tokenizer.sampler(Sampling(**sampling))
         sampler.accept_prompt(prompt)
         tokens, lookup, n_left = self._without_dropped(prompt, sinks), PromptLookup(prompt), max_tokens
+        if len(tokens) >= n_ctx:
+            log.warning(
+                "the prompt has %d tokens, and the server room for %d: its first %d and its last %d are used",
+                *(len(prompt), n_ctx - 1, sinks, window),
+            )
         self.text_tokens = tokens
         try:
             while n_left > 0:
@@ -339,7 +373,7 @@ class SplitSession:
                     time.sleep(wait)
                     wait = min(2 * wait, _LONGEST_WAIT)
                 else:
-                    raise
+                    raise _from(self._client.address, error) from error
 
     def _go_back(self, tokens: list[int], n_new: int) -> None:
         """Cut the session to what it has in common with these tokens, without the last `n_new`."""
@@ -417,7 +451,7 @@ class SplitSession:
 
         Raises:
             ValueError: the session has no key, or the server keeps none.
-            grpc.RpcError: the server refuses, or cannot be reached.
+            SplitServerError: the server refuses, or cannot be reached.
         """
         if self._key is None:
             raise ValueError(
@@ -440,7 +474,7 @@ class SplitSession:
                 break
             except grpc.RpcError as error:
                 if error.code() != grpc.StatusCode.FAILED_PRECONDITION or last:
-                    raise
+                    raise _from(self._client.address, error) from error
                 tokens = self.tokens.copy()  # its rows have gone
                 self._forget()
                 self._evaluate(tokens, 1)

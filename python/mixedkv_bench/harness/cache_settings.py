@@ -40,7 +40,7 @@ class Setting:
 
     @property
     def is_peer(self) -> bool:
-        """True if the stock llama.cpp can run it."""
+        """True if llama.cpp itself can run it."""
         return isinstance(self.kv, UniformKV) and self.kv.attention == "auto"
 
     @property

@@ -1,24 +1,19 @@
-"""One model and its contexts on llama_cpp's low-level API, for measurements that `Llama` would hide.
-
-The library is whichever one llama_cpp runs on: that of mixedkv, or in the process of `stock_peer` the one
-that llama_cpp came with. So this module, `filling` and `speed_run` import nothing of mixedkv: only
-a cache that the stock library does not know makes them.
-"""
+"""One model and its contexts on llama_cpp's low-level API, for measurements that `Llama` would hide."""
 
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, TypedDict
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from mixedkv import _core
+from mixedkv import _core
+from mixedkv.kv.layer_view import layer_stats
+from mixedkv_bench.harness.cache_settings import Setting
 
 MICRO_BATCH = 512
 _LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR
@@ -28,60 +23,38 @@ class CannotRunError(ValueError):
     """This model cannot run this setting; the text says why."""
 
 
-class Cache(Protocol):
-    """Protocol of what a context is made with: a `Setting`, or in the process of `stock_peer` a `StockCache`.
+class CacheFacts(TypedDict, total=False):
+    """Fields of a row of a cache."""
 
-    Attributes:
-        flash_attn: whether attention is fused.
-        type_k, type_v: the names of the types of K and V.
-        type_ids: ggml's numbers of these types.
-        window: tokens whose rows a mixed cache keeps in F16; None for a cache that is not mixed.
-    """
-
-    @property
-    def flash_attn(self) -> bool: ...
-    @property
-    def type_k(self) -> str: ...
-    @property
-    def type_v(self) -> str: ...
-    @property
-    def type_ids(self) -> tuple[int, int]: ...
-    @property
-    def window(self) -> int | None: ...
-
-    def check_context(self, n_ctx: int) -> None:
-        """Raise ValueError if the cache cannot have a context of `n_ctx` tokens."""
-
-    def native(self) -> _core.CacheConfig | None:
-        """Return the setting as the native library takes it; None for a cache of llama.cpp's own."""
+    kv_bytes: int
+    bits_per_element: float | None
+    attention: str
 
 
 class LoadedModel:
-    """A model in memory, read by any number of contexts; without `weights` its vocabulary alone.
+    """A model in memory, read by any number of contexts.
 
     Raises:
         ValueError: llama.cpp refuses the file.
     """
 
-    def __init__(self, path: Path, *, extra_buffers: bool = True, weights: bool = True) -> None:
+    def __init__(self, path: Path) -> None:
         log.start()
         params = llama_cpp.llama_model_default_params()
-        params.use_extra_bufts = extra_buffers
-        params.vocab_only = not weights
         self.path = path
         self.ptr: Any = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if not self.ptr:
             raise ValueError(f"{path} cannot be loaded: {log.text() or 'llama.cpp refuses it'}")
-        self._vocab = llama_cpp.llama_model_get_vocab(self.ptr)
-        self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self._vocab))
-        self.bos = int(llama_cpp.llama_vocab_bos(self._vocab))
-        self.adds_bos = bool(llama_cpp.llama_vocab_get_add_bos(self._vocab)) and self.bos >= 0
+        self.vocab = llama_cpp.llama_model_get_vocab(self.ptr)
+        self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self.vocab))
+        self.bos = int(llama_cpp.llama_vocab_bos(self.vocab))
+        self.adds_bos = bool(llama_cpp.llama_vocab_get_add_bos(self.vocab)) and self.bos >= 0
 
     def tokenize(self, text: str, *, special: bool = False) -> list[int]:
         """Return the tokens of a text, without the one that begins a document."""
         data = text.encode()
         tokens = (llama_cpp.llama_token * (len(data) + 8))()
-        n = llama_cpp.llama_tokenize(self._vocab, data, len(data), tokens, len(tokens), False, special)
+        n = llama_cpp.llama_tokenize(self.vocab, data, len(data), tokens, len(tokens), False, special)
         if n < 0:
             raise ValueError(f"llama.cpp cannot tokenize a text of {len(data)} bytes")
         return list(tokens[:n])
@@ -92,7 +65,7 @@ class LoadedModel:
 
     def _piece(self, token: int) -> bytes:
         buffer = ctypes.create_string_buffer(256)
-        n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, len(buffer), 0, True)
+        n = llama_cpp.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, True)
         return buffer.raw[: max(n, 0)]
 
     def random_tokens(self, n: int, seed: int = 1) -> npt.NDArray[np.int32]:
@@ -113,7 +86,7 @@ class Context:
     """
 
     def __init__(
-        self, model: LoadedModel, setting: Cache, *, n_ctx: int, threads: int, n_seq: int = 1
+        self, model: LoadedModel, setting: Setting, *, n_ctx: int, threads: int, n_seq: int = 1
     ) -> None:
         self.model, self.setting, self.n_seq = model, setting, n_seq
         self.n_past = 0
@@ -142,31 +115,19 @@ class Context:
         reason = self._init(params)
         if not self.ptr:
             raise CannotRunError(reason or log.text() or "llama.cpp could not make a context")
-        self._threads = self._own_threads()
+        self._threads = _core.Threads(self.address)  # as `mixedkv.Llama` has them
         return self.ptr
 
     def _init(self, params: Any) -> str:
-        """Makes the context; the reason when there is none."""
+        """Make the context, and return the reason where there is none."""
         native = self.setting.native()
-        if native is None:
-            self.ptr = llama_cpp.llama_init_from_model(self.model.ptr, params)
-            return ""
-        from mixedkv import _core
-
         try:
-            _core.configure_next(native)
+            if native is not None:
+                _core.configure_next(native)
             self.ptr = llama_cpp.llama_init_from_model(self.model.ptr, params)
         finally:
             _core.withdraw()
-        return "" if self.ptr else _core.last_error()
-
-    def _own_threads(self) -> Any:
-        """Set the threads as `mixedkv.Llama` has them; not in a process with the stock library."""
-        if "mixedkv._core" not in sys.modules:
-            return None
-        from mixedkv import _core
-
-        return _core.Threads(self.address)
+        return "" if self.ptr or native is None else _core.last_error()
 
     @property
     def address(self) -> int:
@@ -175,8 +136,7 @@ class Context:
     def close(self) -> None:
         if self.ptr:
             llama_cpp.llama_batch_free(self._batch)
-            if self._threads:
-                self._threads.close()
+            self._threads.close()
             llama_cpp.llama_free(self.ptr)
             self.ptr = None
 
@@ -253,6 +213,32 @@ class Context:
         if llama_cpp.llama_state_seq_set_data(self.ptr, _pointer(state), state.size, seq) != state.size:
             raise CannotRunError(f"the state could not be restored. {log.text()}")
         self.n_past = n_past
+
+    def facts(self) -> CacheFacts:
+        """Return kv_bytes from llama.cpp's own memory breakdown, bits_per_element and attention.
+
+        Raises:
+            CannotRunError: the model keeps no keys and values.
+        """
+        path, stats = self.attention(), _core.stats(self.address)
+        n = stats["n_elements"]
+        return {
+            "kv_bytes": stats["bytes_total"],
+            "bits_per_element": round(8 * stats["bytes_total"] / n, 4) if n else None,
+            "attention": path,
+        }
+
+    def attention(self) -> str:
+        """Return who reads the rows, as `LayerStats.attention`; where layers differ, names joined by "+".
+
+        Raises:
+            CannotRunError: the model keeps no keys and values.
+        """
+        try:
+            layers = _core.layers(self.address)
+        except LookupError:
+            raise CannotRunError("the model keeps no keys and values: it has no cache to measure") from None
+        return "+".join(sorted({layer_stats(layer).attention for layer in layers})) or "llama.cpp"
 
 
 def _pointer(data: npt.NDArray[np.uint8]) -> Any:

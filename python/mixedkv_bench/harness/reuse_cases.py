@@ -10,9 +10,9 @@ from typing import Literal, get_args
 import numpy as np
 
 from mixedkv.bundled.corpus import Fact, World, filler
-from mixedkv.real_text import KINDS, read_real_text
 from mixedkv.tokens import Tokens
 from mixedkv_bench.harness.contexts import CannotRunError
+from mixedkv_bench.harness.real_text import KINDS, read_real_text
 
 Workload = Literal["documents", "edited", "system", "few_shot", "prose", "narrative", "code", "dialogue"]
 DonorKind = Literal["alone", "bos", "conversation"]

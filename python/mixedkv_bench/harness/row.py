@@ -11,6 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field
 _HALF_OR_MORE = ("f16", "bf16", "f32")
 
 
+def measured(description: str) -> Any:
+    """Declare a field that a row lacks where it does not apply."""
+    return Field(default=None, description=description)
+
+
 class RowPart(BaseModel):
     """A part of the JSON object. A field that was not given is not written."""
 
@@ -30,13 +35,10 @@ class Row(RowPart):
         "(`--flash-attn`)"
     )
     threads: int = Field(description="CPU threads")
-    attention: str | None = Field(
-        default=None,
-        description='who reads the rows: `"fused"` or `"merged"` of this package, or `"llama.cpp"`',
+    attention: str | None = measured(
+        'who reads the rows: `"fused"` or `"merged"` of this package, or `"llama.cpp"`'
     )
-    error: str | None = Field(
-        default=None, description="why the model could not run the setting; the numbers are then missing"
-    )
+    error: str | None = measured("why the model could not run the setting; the numbers are then missing")
 
     def model_post_init(self, _context: Any) -> None:
         self.model_fields_set.add("test")  # a constant of each kind of row, and always written
@@ -56,9 +58,5 @@ class CacheRow(Row):
     """A row that says how large the cache is."""
 
     n_ctx: int = Field(description="tokens the cache was made for")
-    kv_bytes: int | None = Field(
-        default=None, description="bytes of the cache as allocated, from llama.cpp's own memory breakdown"
-    )
-    bits_per_element: float | None = Field(
-        default=None, description="its bits per K or V element; null if it has none"
-    )
+    kv_bytes: int | None = measured("bytes of the cache as allocated, from llama.cpp's own memory breakdown")
+    bits_per_element: float | None = measured("its bits per K or V element; null if it has none")

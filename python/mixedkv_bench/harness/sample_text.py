@@ -45,13 +45,6 @@ def document(seed: int, n_tokens: int, count: Count, *, chat: bool = True) -> st
     return text
 
 
-def passage(n_tokens: int, tokenize: Callable[[str], list[int]]) -> list[int]:
-    """Return at least `n_tokens` tokens of a plain journal with its questions. Twice in a row it is text that
-    repeats itself.
-    """
-    return tokenize(document(1, n_tokens, lambda text: len(tokenize(text)), chat=False))
-
-
 @dataclass(frozen=True, slots=True)
 class Question:
     """A fact to be asked for.
@@ -76,10 +69,6 @@ class Journal:
     @property
     def text(self) -> str:
         return " ".join(self.sentences)
-
-    def tokens_after(self, question: Question, count: Count) -> int:
-        """Return the number of tokens of the journal from the statement on."""
-        return count(" ".join(self.sentences[question.at :]))
 
 
 def journal(seed: int, n_tokens: int, per_slot: int, count: Count) -> Journal:

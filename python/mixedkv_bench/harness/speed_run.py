@@ -1,7 +1,4 @@
-"""Runs what `speed` times: a prompt and generated tokens, at a depth of a filled cache.
-
-The process of `stock_peer` imports this too, and nothing of mixedkv.
-"""
+"""Runs what `speed` times: a prompt and generated tokens, at a depth of a filled cache."""
 
 from __future__ import annotations
 
@@ -12,7 +9,9 @@ from typing import Protocol, TypedDict
 
 import numpy as np
 
-from mixedkv_bench.harness.contexts import MICRO_BATCH, Cache, Context, LoadedModel
+from mixedkv import _core
+from mixedkv_bench.harness.cache_settings import Setting
+from mixedkv_bench.harness.contexts import MICRO_BATCH, Context, LoadedModel
 from mixedkv_bench.harness.filling import make_fill
 
 _ROOM = 1024  # for any window of the presets; the size of a context does not change its speed
@@ -23,9 +22,6 @@ class RunFacts(TypedDict, total=False):
 
     fill: str
     attention: str
-    peer_version: str
-    peer_extra_buffers: bool
-    v_skipped: float
     pages_read: float
 
 
@@ -49,14 +45,12 @@ class SpeedWork:
 
 
 class Runner(Protocol):
-    """One setting at one depth, ready to be timed; of this process or of a peer's."""
+    """One setting at one depth, ready to be timed; of this process or of a peer."""
 
     facts: RunFacts
 
     def measure(self) -> tuple[float, float]:
         """Return the seconds for the prompt and for the generated tokens."""
-
-    def close(self) -> None: ...
 
 
 class Local:
@@ -69,7 +63,7 @@ class Local:
     def __init__(
         self,
         model: LoadedModel,
-        setting: Cache,
+        setting: Setting,
         work: SpeedWork,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -77,10 +71,11 @@ class Local:
         self.context = Context(model, setting, n_ctx=work.n_ctx, threads=work.threads, n_seq=work.sequences)
         try:
             self._fill = make_fill(self.context, work.depth, work.fill)
+            attention = self.context.attention()
         except BaseException:
             self.context.close()
             raise
-        self.facts: RunFacts = {"fill": self._fill.kind}
+        self.facts: RunFacts = {"fill": self._fill.kind, "attention": attention}
         self._prompt = model.random_tokens(work.n_prompt, seed=2)
         self._tokens = model.random_tokens((work.n_gen + 1) * work.sequences, seed=3)
         self._seqs = np.arange(work.sequences)
@@ -99,18 +94,14 @@ class Local:
                 start = self._clock()
             self.context.decode_rows(each, np.full(len(each), depth + i), self._seqs)
         generated = self._clock() - start
-        self._tell_what_was_read()
-        return prompt, generated
-
-    def _tell_what_was_read(self) -> None:
         if self.context.setting.window is not None:
-            from mixedkv import _core
-
             now = _core.stats(self.context.address)
-            if now["n_v_met"]:
-                self.facts["v_skipped"] = now["n_v_skipped"] / now["n_v_met"]
             if now["n_pages"]:
                 self.facts["pages_read"] = now["n_pages_read"] / now["n_pages"]
+        return prompt, generated
 
-    def close(self) -> None:
+    def __enter__(self) -> Local:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.context.close()

@@ -43,12 +43,6 @@ def ratio_interval(values: Sequence[float], of: Sequence[float], n: int = 10_000
     return float(low), float(high)
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the lower quartile, the median and the upper quartile."""
-    low, middle, high = np.percentile(values, (25, 50, 75))
-    return float(low), float(middle), float(high)
-
-
 def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
     """Compute log-softmax over the last axis, in double precision: two F16 caches differ by about 1e-6."""
     shifted = logits.astype(np.float64)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from mixedkv.kv.stats import format_bytes
+import numpy as np
+
 from mixedkv_bench.harness.row import Row
 
 NONE = "-"
@@ -41,14 +42,11 @@ def number(value: float | None, form: str) -> str:
     return NONE if value is None else format(value, form)
 
 
-def as_bytes(value: int | None) -> str:
-    return NONE if value is None else format_bytes(value)
-
-
-def spread(low: float | None, middle: float | None, high: float | None, samples: Sequence[Any] | None) -> str:
+def spread(samples: Sequence[float] | None) -> str:
     """Return half the distance of the quartiles as a percentage, "" where there is one round only."""
-    if low is None or middle is None or high is None or len(samples or ()) < 2:
+    if samples is None or len(samples) < 2:
         return ""
+    low, middle, high = np.percentile(samples, (25, 50, 75))
     return f"+-{(high - low) / middle / 2:.0%}"
 
 

@@ -1,6 +1,7 @@
-"""Items of `mixedkv bench tasks`: long documents of real text with facts in them, and questions about these.
+"""Items of `mixedkv bench quality --task`: long documents with facts in them, and questions about these.
 
-A question ends in the first words of its answer, so that a small model answers in a form that can be checked.
+Documents are real text, or for `recall` journals of the bundled model's corpus. A question ends in the first
+words of its answer, so that a small model answers in a form that can be checked.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
-from mixedkv.real_text import read_real_text
+from mixedkv_bench.harness import sample_text
+from mixedkv_bench.harness.real_text import read_real_text
 
+RECALL = "recall"  # of the bundled model alone, which was taught to answer
 TASKS = ("lookup", "needles", "quote", "json", "sums", "format")
 _PLACES = (
     "mill", "harbor", "library", "bakery", "castle", "museum", "station", "garden", "tower", "market",
@@ -39,7 +42,7 @@ class TaskItem:
     """A question about a document.
 
     Attributes:
-        task: one of `TASKS`.
+        task: one of `TASKS`, or `RECALL` with the place of the fact in its journal.
         prompt: what comes after the document, up to where the answer begins.
         answer: what a right answer begins with, white space and letter case aside.
         n_tokens: room for the answer.
@@ -69,9 +72,15 @@ class Pile:
     items: tuple[TaskItem, ...]
 
 
-def make_piles(seed: int, n_tokens: int, count: Count) -> tuple[Pile, Pile]:
-    """Return a document of prose with facts in it and one of dialogue, of about `n_tokens` tokens each."""
-    return _facts(Random(seed), n_tokens, count), _dialogue(Random(seed), n_tokens, count)
+def make_piles(tasks: Sequence[str], seed: int, n_tokens: int, count: Count) -> Iterator[Pile]:
+    """Yield documents of about `n_tokens` tokens with the questions of `tasks`: prose with facts in it, a
+    dialogue, a journal; those that any of the questions is about.
+    """
+    makers = {tuple(each for each in TASKS if each != "format"): _facts, ("format",): _dialogue}
+    for kinds, make in {**makers, (RECALL,): _journal}.items():
+        if any(each in tasks for each in kinds):
+            pile = make(Random(seed), n_tokens, count)
+            yield Pile(pile.text, tuple(item for item in pile.items if item.task.split()[0] in tasks))
 
 
 def _plain(text: str) -> str:
@@ -193,3 +202,23 @@ def _dialogue(random: Random, n_tokens: int, count: Count) -> Pile:
         text, number = text + turn, number + 1
     form = f"{number + 1} of many <<"
     return Pile(text, tuple(TaskItem("format", f"User: {each}\nReply", form, 12) for each in asked))
+
+
+_PER_PLACE = 4  # questions of each variant at each place of a journal
+
+
+def _journal(random: Random, n_tokens: int, count: Count) -> Pile:
+    """Return a journal, half of whose facts have others about the same name or object beside them."""
+    n = n_tokens - count(sample_text.NOTED)
+    journal = sample_text.journal(random.randrange(1 << 30), n, _PER_PLACE, count)
+    places = [f"{RECALL} at {share:.0%}" for share in sample_text.DEPTHS]
+    items = (
+        TaskItem(
+            places[each.slot],
+            sample_text.NOTED + sample_text.ask(each.fact),
+            each.fact.answer + sample_text.END,
+            28,
+        )
+        for each in journal.questions
+    )
+    return Pile(sample_text.OPENING + journal.text, tuple(items))

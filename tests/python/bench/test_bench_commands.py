@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mixedkv.cli.main import make_parser
+from mixedkv_bench.arguments import COMMON
 from mixedkv_bench.catalog import TESTS
-from mixedkv_bench.flags import COMMON
 
 pytestmark = pytest.mark.nightly
 
@@ -30,7 +30,7 @@ SHOWN = [pytest.param(each, id=f"{page.stem}-{i}") for page in PAGES for i, each
 
 
 def test_there_are_some() -> None:
-    assert len(SHOWN) > 40
+    assert len(SHOWN) > 30
 
 
 @pytest.mark.parametrize("command", SHOWN)
@@ -39,20 +39,26 @@ def test_a_command_of_a_page_is_one(command: str) -> None:
     assert args.test == command.split()[0]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_scripts_that_a_page_names_exist(page: Path) -> None:
+    for script in re.findall(
+        r"tests/(?:measure|python/support)/[\w/]+\.py", page.read_text(encoding="utf-8")
+    ):
+        assert (ROOT / script).is_file(), script
+
+
 @pytest.mark.parametrize("name", TESTS)
 def test_the_help_of_a_test_has_its_flags_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         make_parser().parse_args(["bench", name, "--help"])
     assert end.value.code == 0
     out = capsys.readouterr().out
-    assert set(re.findall(r"^  (?:-m MODEL, )?(--[a-z-]+)", out, re.M)) == (
-        {*COMMON, *TESTS[name].flags} | ({"--no-peer"} if "--peer" in TESTS[name].flags else set())
-    )
+    assert set(re.findall(r"^  (?:-m MODEL, )?(--[a-z-]+)", out, re.M)) == {*COMMON, *TESTS[name].flags}
     assert TESTS[name].measures in " ".join(out.split())
 
 
 def test_a_flag_of_another_test_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        make_parser().parse_args(["bench", "quality", "--turns", "3"])
+        make_parser().parse_args(["bench", "quality", "--depths", "3"])
     assert end.value.code == 2
-    assert "unrecognized arguments: --turns 3" in capsys.readouterr().err
+    assert "unrecognized arguments: --depths 3" in capsys.readouterr().err

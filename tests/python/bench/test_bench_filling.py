@@ -68,11 +68,12 @@ def test_peaked_keys_have_a_structure(model: LoadedModel) -> None:
     (setting,) = make_settings(["mixed:sparse=eps:0.5"])  # 2,000 keys alike need most pages for less
     read = {}
     for fill in ("synthetic", "peaked"):
-        runner = Local(model, setting, SpeedWork(depth=2000, n_prompt=1, n_gen=2, threads=1, fill=fill))
-        assert runner.facts["fill"] == fill
-        runner.measure()
-        read[fill] = runner.facts["pages_read"]
-        runner.close()
+        with Local(
+            model, setting, SpeedWork(depth=2000, n_prompt=1, n_gen=2, threads=1, fill=fill)
+        ) as runner:
+            assert runner.facts["fill"] == fill
+            runner.measure()
+            read[fill] = runner.facts["pages_read"]
     assert 2 * read["peaked"] < read["synthetic"], read
 
 
@@ -85,12 +86,11 @@ def test_only_some_keys_can_be_peaked(model: LoadedModel) -> None:
 @pytest.mark.parametrize("setting", make_settings(["f16", "mixed"], "off"), ids=lambda s: s.name)
 def test_all_sequences_are_at_the_depth(model: LoadedModel, setting: Setting) -> None:
     """And each gets the tokens that are generated."""
-    runner = Local(model, setting, SpeedWork(depth=300, n_prompt=40, n_gen=3, threads=1, sequences=3))
-    for _ in range(2):
-        runner.measure()
-        memory = llama_cpp.llama_get_memory(runner.context.ptr)
-        assert [llama_cpp.llama_memory_seq_pos_max(memory, seq) for seq in range(3)] == [303] * 3
-    runner.close()
+    with Local(model, setting, SpeedWork(depth=300, n_prompt=40, n_gen=3, threads=1, sequences=3)) as runner:
+        for _ in range(2):
+            runner.measure()
+            memory = llama_cpp.llama_get_memory(runner.context.ptr)
+            assert [llama_cpp.llama_memory_seq_pos_max(memory, seq) for seq in range(3)] == [303] * 3
 
 
 @pytest.mark.bench
@@ -108,7 +108,7 @@ def test_both_fills_take_the_same_time(model: LoadedModel, setting: Setting) -> 
     ]
     times = [[runner.measure() for runner in runners] for _ in range(12)][2:]
     for runner in runners:
-        runner.close()
+        runner.context.close()
     for i in (0, 1):
         ratio = median(made[i] / real[i] for made, real in times)
         assert 0.8 < ratio < 1.25, ratio

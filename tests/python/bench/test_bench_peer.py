@@ -1,36 +1,25 @@
-"""Other programs in the tables: llama-bench, llama-sweep-bench and llama-server, given by their paths."""
+"""Another program in the tables: a llama-bench, given by its path."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mixedkv.bundled import model_path
 from mixedkv.cli import main
 from mixedkv.model.gguf_file import read_model_file
-from mixedkv_bench.harness.bench_peer import BenchPeer, bench_seconds, sweep_seconds
+from mixedkv_bench.harness.bench_peer import BenchRunner, bench_seconds
 from mixedkv_bench.harness.cache_settings import make_settings
 from mixedkv_bench.harness.contexts import CannotRunError
-from mixedkv_bench.harness.servers import ServerSpec, llama_server_command
 from mixedkv_bench.harness.speed_run import SpeedWork
-from mixedkv_bench.harness.stock_peer import stock_library
+from support.bench_support import run
 
 pytestmark = pytest.mark.nightly
 
 WORK = SpeedWork(depth=600, n_prompt=512, n_gen=32, threads=2)
-SWEEP = """main: n_kv_max = 2048
-|    PP |     TG |   N_KV |   T_PP s | S_PP t/s |   T_TG s | S_TG t/s |
-|-------|--------|--------|----------|----------|----------|----------|
-|   512 |    128 |      0 |    1.000 |   512.00 |    2.000 |    64.00 |
-|   512 |    128 |    512 |    1.500 |   341.33 |    3.000 |    42.67 |
-|   512 |    128 |   1024 |    2.000 |   256.00 |    4.000 |    32.00 |
-"""
 
 
 def program(path: Path, source: str) -> Path:
@@ -47,12 +36,6 @@ def test_what_llama_bench_prints() -> None:
             bench_seconds(broken, WORK)
 
 
-def test_what_llama_sweep_bench_prints() -> None:
-    assert sweep_seconds(SWEEP, WORK) == (2.0, 1.0)  # the step at 1,024, for 32 tokens of its 128
-    with pytest.raises(CannotRunError, match="no step at 600 tokens"):
-        sweep_seconds(SWEEP.rpartition("|   512")[0], WORK)
-
-
 def test_a_program_takes_its_turns(tmp_path: Path) -> None:
     rival = program(
         tmp_path / "my-llama-bench",
@@ -63,43 +46,23 @@ n_prompt, n_gen = int(options["-p"]), int(options["-n"])
 print(json.dumps([{"n_prompt": n_prompt, "n_gen": 0, "avg_ns": slow * 1e12},
                   {"n_prompt": 0, "n_gen": n_gen, "avg_ns": slow * 1e12}]))""",
     )
-    out = tmp_path / "p.json"
-    small = ["--depths", "40", "--repeats", "1", "--n-prompt", "8", "--n-gen", "2", "--threads", "1"]
+    small = ["--depths", "40", "--repeats", "1", "--n-prompt", "8", "--n-gen", "2"]
     kv = ["--kv", "f16", "--kv", "mixed", "--flash-attn", "on", "--peer-kv", "f16", "--peer-kv", "q4_0"]
-    assert main(["bench", "speed", "--peer", str(rival), *kv, *small, "--json", str(out)]) == 0
-    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"]
+    rows = run(tmp_path / "p.json", "speed", "--peer", str(rival), *kv, *small)
     theirs = {row["kv"]: row for row in rows if row["engine"] == "my-llama-bench"}
     ours = {row["kv"]: row for row in rows if row["engine"] == "mixedkv"}
     assert theirs.keys() == {"f16", "q4_0"}
     assert ours.keys() == {"f16", "mixed"}
     assert theirs["q4_0"]["tg_tps"] == pytest.approx(2 / 2000)
-    assert theirs["q4_0"]["tg_vs_stock"] == 0.5
-    mixed = ours["mixed"]
-    assert mixed["tg_vs_peer"] == pytest.approx(2 * mixed["tg_vs_stock"])
-    assert mixed["pp_vs_peer"] > 1
-
-
-def test_a_sweep_takes_times_at_the_depth(tmp_path: Path) -> None:
-    """It fills its cache up to there, and begins with a step at 0."""
-    sweep = program(
-        tmp_path / "llama-sweep-bench",
-        """options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-n_ctx, step, stride, n = (int(options[key]) for key in ("-c", "-ub", "--sweep-stride", "-n"))
-assert options["-fa"] == "on" and options["-ctk"] == "q4_0", options
-for at in range(0, n_ctx, step * stride):
-    print(f"| {step} | {n} | {at} | {at + 1}.0 | 1.0 | {at + 2}.0 | 1.0 |", file=sys.stderr)
-open("llama.log", "w").close()""",
-    )
-    (setting,) = make_settings(["q4_0"])
-    runner = BenchPeer(sweep, read_model_file(model_path())).open(setting, WORK)
-    assert runner.measure() == (1025.0, 1026.0)
-    assert not Path("llama.log").exists()
+    assert theirs["q4_0"]["tg_vs_peer"] == 0.5
+    assert ours["mixed"]["tg_vs_peer"] > 1
+    assert ours["mixed"]["pp_vs_peer"] > 1
 
 
 def test_a_program_has_one_sequence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rival = str(program(tmp_path / "llama-bench", ""))
     assert main(["bench", "speed", "--peer", rival, "--sequences", "2"]) == 2
-    assert "--sequences 2 is not for --peer" in capsys.readouterr().err
+    assert "--sequences 2: a --peer has one" in capsys.readouterr().err
     assert main(["bench", "speed", "--peer", rival, "--peer-kv", "mixed"]) == 2
     assert "--peer-kv mixed: a peer knows uniform caches" in capsys.readouterr().err
 
@@ -107,34 +70,11 @@ def test_a_program_has_one_sequence(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_program_that_fails(tmp_path: Path) -> None:
     (setting,) = make_settings(["q4_0"])
     failing = program(tmp_path / "llama-bench", "sys.exit('no such option')")
-    runner = BenchPeer(failing, read_model_file(model_path())).open(setting, WORK)
+    runner = BenchRunner(failing, read_model_file(model_path()), setting, WORK)
     with pytest.raises(CannotRunError, match="llama-bench ended with status 1: no such option"):
         runner.measure()
 
 
-def test_what_a_server_is_asked_for(tmp_path: Path) -> None:
-    (setting,) = make_settings(["q8_0"])
-    spec = ServerSpec(file=read_model_file(model_path()), n_ctx=1024, clients=8, threads=2)
-    command = llama_server_command(spec, setting, tmp_path / "llama-server", 8000)
-    options = dict(pairwise(command))
-    assert (options["-c"], options["-np"], options["-ctk"], options["-fa"]) == ("8192", "8", "q8_0", "on")
-
-
-@pytest.mark.parametrize("test", ["speed", "serve"])
-def test_no_program(test: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", test, "--peer", str(tmp_path / "none")]) == 2
+def test_no_program(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "speed", "--peer", str(tmp_path / "none")]) == 2
     assert "is not a program" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(
-    stock_library() is None, reason="compares with llama-cpp-python, which is not installed: the extra `peer`"
-)
-def test_the_peers_process_runs_on_the_stock_library() -> None:
-    """What measures there imports nothing of mixedkv, whose library would be a second one."""
-    script = """import sys, llama_cpp
-import mixedkv_bench.harness.speed_run
-print(llama_cpp.llama_cpp._lib._name, *(name for name in sys.modules if name.split(".")[0] == "mixedkv"))"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd="/")
-    library, *imported = done.stdout.split()
-    assert Path(library).parent == stock_library()
-    assert imported == []

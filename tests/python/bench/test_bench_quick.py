@@ -84,11 +84,11 @@ def test_quick_on_the_bundled_model(
 ) -> None:
     monkeypatch.setattr(quick, "_SECONDS", 1.0)
     monkeypatch.setattr(quick, "_DEPTH", 512)
-    data = run(tmp_path / "q.json", "quick", "--kv", "f16", "--kv", "mixed:quality")
+    rows = run(tmp_path / "q.json", "quick", "--kv", "f16", "--kv", "mixed:quality")
     shown = capsys.readouterr()
     assert "this takes about 1 min" in shown.err
     assert "use this" in shown.out
-    f16, mixed = data["rows"]
+    f16, mixed = rows
     assert (f16["kv"], mixed["kv"]) == ("f16", "mixed:quality")
     assert f16["flash_attn"]  # one way: people ask which cache, not which attention
     for each in (f16, mixed):

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mixedkv.cli import main
-from mixedkv_bench.catalog import Document
-from mixedkv_bench.harness.task_items import TASKS, TaskItem, make_piles
-from mixedkv_bench.tasks import TasksRow
+from mixedkv_bench.harness import sample_text
+from mixedkv_bench.harness.task_items import RECALL, TASKS, TaskItem, make_piles
+from support.bench_support import run
 
 pytestmark = pytest.mark.nightly
 
@@ -27,7 +26,7 @@ def _texts(real_model_q4_1: Path) -> None:
 
 @pytest.mark.parametrize("n_tokens", [2000, 6000])
 def test_documents_are_as_long_as_asked_and_hold_the_answers(n_tokens: int) -> None:
-    facts, dialogue = make_piles(1, n_tokens, count)
+    facts, dialogue = make_piles(TASKS, 1, n_tokens, count)
     assert 0.9 * n_tokens < count(facts.text) <= 1.05 * n_tokens
     assert count(dialogue.text) <= n_tokens
     assert {item.task for pile in (facts, dialogue) for item in pile.items} == set(TASKS)
@@ -52,8 +51,18 @@ def test_documents_are_as_long_as_asked_and_hold_the_answers(n_tokens: int) -> N
 
 
 def test_documents_differ_by_seed_and_nothing_else() -> None:
-    assert make_piles(1, 2000, count) == make_piles(1, 2000, count)
-    assert make_piles(1, 2000, count)[0].text != make_piles(2, 2000, count)[0].text
+    first, again, other = (list(make_piles(TASKS, seed, 2000, count)) for seed in (1, 1, 2))
+    assert first == again
+    assert first[0].text != other[0].text
+
+
+def test_only_what_was_asked_for_is_asked() -> None:
+    (facts,) = make_piles(("lookup",), 1, 2000, count)
+    assert {item.task for item in facts.items} == {"lookup"}
+    (journal,) = make_piles((RECALL,), 1, 2000, count)
+    assert {item.task for item in journal.items} == {f"recall at {n}%" for n in (5, 30, 55, 80)}
+    for item in journal.items:
+        assert item.answer.endswith(sample_text.END)
 
 
 @pytest.mark.parametrize(
@@ -65,19 +74,34 @@ def test_an_answer_is_right_by_how_it_begins(said: str, right: bool) -> None:
 
 
 def test_rows_say_what_stays_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "tasks.json"
-    kinds = ["--kv", "f16", "--kv", "mixed:quality"]
-    asked = ["bench", "tasks", "--depths", "1500", "--repeats", "1", "--threads", "1"]
-    assert main([*asked, *kinds, "--flash-attn", "off", "--json", str(path)]) == 0
-    rows = Document.model_validate_json(path.read_bytes()).rows
-    reference, other = rows
-    assert isinstance(reference, TasksRow)
-    assert isinstance(other, TasksRow)
-    assert (reference.control, other.control) == (True, False)
-    assert reference.same_texts == 1
-    assert [part.task for part in reference.tasks or ()] == list(TASKS)
-    for part, theirs in zip(other.tasks or (), reference.tasks or (), strict=True):
-        assert part.n_reference == theirs.correct == theirs.n_kept
-        assert part.low <= part.n_kept / max(part.n_reference, 1) <= part.high
-        assert part.n == theirs.n == theirs.n_same
+    kinds = ["--kv", "f16", "--kv", "mixed:quality", "--flash-attn", "off"]
+    tasks = [word for task in TASKS for word in ("--task", task)]
+    reference, other = run(
+        tmp_path / "t.json", "quality", *tasks, "--n-ctx", "1660", "--repeats", "1", *kinds
+    )
+    assert (reference["control"], other["control"]) == (True, False)
+    assert reference["same_texts"] == 1
+    assert [part["task"] for part in reference["tasks"]] == list(TASKS)
+    for part, theirs in zip(other["tasks"], reference["tasks"], strict=True):
+        assert part["n_reference"] == theirs["correct"] == theirs["n_kept"]
+        assert part["n_kept"] <= min(part["n_reference"], part["correct"])
+        assert part["n"] == theirs["n"] == theirs["n_same"]
     assert "Answers that stay right, 1500 tokens deep" in capsys.readouterr().out
+
+
+def test_recall_of_the_bundled_model(tmp_path: Path) -> None:
+    found = run(
+        tmp_path / "r.json",
+        "quality",
+        "--task",
+        "recall",
+        "--kv",
+        "mixed",
+        "--n-ctx",
+        "1024",
+        "--repeats",
+        "1",
+    )
+    for row in found:
+        assert sum(part["n"] for part in row["tasks"]) == 32
+        assert sum(part["correct"] for part in row["tasks"]) >= 28, "the model does not know its facts"

@@ -13,8 +13,8 @@ from mixedkv.chunks import ChunkCache
 from mixedkv.chunks.donors import DonorIndex
 from mixedkv.chunks.drift import DamagedRowsError, Drift, _with_rows
 from mixedkv.kv.block import KVBlock
-from mixedkv.real_text import read_real_text
 from mixedkv.store import KVStore
+from mixedkv_bench.harness.real_text import read_real_text
 from support.conversation_support import RECALL, empty, open_llama
 
 BEGIN, END = 40, 140

@@ -133,7 +133,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_ctrl_c_clears_the_line_and_then_ends_the_chat(tmp_path: Path) -> None:
+def test_ctrl_c_clears_the_line_and_ends_the_chat_when_it_is_repeated(tmp_path: Path) -> None:
     with chat("-n", "4", "--history", tmp_path) as terminal:
         terminal.expect(">")
         terminal.press("wrong")
@@ -142,8 +142,24 @@ def test_ctrl_c_clears_the_line_and_then_ends_the_chat(tmp_path: Path) -> None:
         terminal.press("right\r")
         terminal.expect("first token after")
         terminal.press(CTRL_C)
+        terminal.expect("Ctrl-C again ends the chat")
+        terminal.press(CTRL_C)
         assert terminal.end() == 130
     assert messages(tmp_path)[0]["content"] == "right"
+
+
+def test_a_chat_begins_with_a_line_and_ends_with_a_word() -> None:
+    with chat("-n", "4") as terminal:
+        terminal.expect(r"\[recall-5m.q8_0.gguf, 4,096 tokens, mixed; /\? lists commands, Ctrl-D ends\]")
+        terminal.expect(">")
+        terminal.press("/?\r")
+        terminal.expect("/bye")
+        terminal.press("Hello\r")
+        terminal.expect("first token after")
+        terminal.press("/clear\r")
+        terminal.expect("2 messages are forgotten")
+        terminal.press("/exit\r")
+        assert terminal.end() == 0
 
 
 def test_the_keys_bring_back_former_questions(tmp_path: Path) -> None:

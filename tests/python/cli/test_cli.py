@@ -186,10 +186,25 @@ def test_the_formula_is_what_is_allocated(zoo_path, name: str, kv: str) -> None:
         (["run", "-p", "x", "-f", "y"], "not allowed with"),
         (["run", "x", "-p", "y"], "not allowed with"),
         (["run", "-f", "none.txt"], "none.txt: No such file or directory"),
-        (["run", "--kv", "mixed:threshold=8"], "quantization_threshold=8 is smaller than group_size=16"),
+        (["run", "--kv", "mixed:threshold=8"], "threshold=8 is smaller than group=16"),
         (["run", "--kv", "q3_k"], "kv='q3_k' names no cache"),
         (["run", "--n-ctx", "16"], "n_ctx=16"),
-        (["run", "--n-ctx", "0"], "'0' is not a positive whole number"),
+        (["run", "--n-ctx", "-1"], "'-1' is not a positive whole number"),
+        (["run", "-c", "32kk"], "'32kk' is not a positive whole number"),
+        (["run", "none.gguf"], "none.gguf: a model of your own needs a prompt"),
+        (["run", "x", "y"], "'y' is one argument too many"),
+        (["run", "--ctx", "512"], "there is no option --ctx (did you mean --n-ctx?)"),
+        (["run", "--temperature", "1"], "there is no option --temperature (did you mean --temp?)"),
+        (["run", "--kv", "mixed:balance"], "(did you mean balanced?)"),
+        (["run", "--kv", "mixed:cold=q3_k"], "cold='q3_k' is not one of q8_0"),
+        (["run", "--kv", "f16", "-ctk", "q8_0"], "give one of them"),
+        (["run", "-hf", "model.gguf", "-p", "x"], "write OWNER/REPO"),
+        (["chat", "-m", "a.gguf", "b.gguf"], "two models are given, a.gguf and b.gguf"),
+        (["chat", "--conversation"], "`mixedkv chat` is the conversation"),
+        (["serve", "--api-key", "secret"], "--api-key-file FILE"),
+        (["serve", "--ubatch-size", "512"], "--n-batch N"),
+        (["serve", "--parralel", "2"], "did you mean --parallel?"),
+        (["serve", "--kv", "mixed:balance"], "--kv='mixed:balance': 'balance' is neither a preset"),
         (["run", "-n", "many"], "'many' is not a positive whole number"),
         (["run", "--n-gpu-layers", "-2"], "'-2' is not a number of layers: use 0 or more, or -1 for all"),
         (["run", "--temp", "-1"], "'-1' is not a temperature"),
@@ -280,3 +295,26 @@ def test_version() -> None:
 def test_help_shows_each_cache() -> None:
     text = run("run", "--help").stdout
     assert "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4" in " ".join(text.split())
+
+
+# --- words of other programs ---
+
+
+def test_words_of_llama_cpp_are_taken(capfd: pytest.CaptureFixture[str]) -> None:
+    words = "-ngl 0 -c 1k -t 1 -ctk q8_0 -ctv q8_0 --jinja -n 4 --seed 1"
+    assert main(["run", *words.split(), "hello"]) == 0
+    assert "8.50 bits/element" in capfd.readouterr().err
+    ours = "--n-gpu-layers 0 --n-ctx 1024 --threads 1 --kv q8_0 -n 4 --seed 1"
+    assert main(["run", *ours.split(), "hello"]) == 0
+
+
+def test_a_type_alone_is_of_k_or_v(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-ctk", "q8_0", "-c", "512", "-n", "4", "hello"]) == 0
+    assert "12.25 bits/element" in capfd.readouterr().err  # K in 8.5, V in 16
+
+
+def test_a_model_may_stand_without_its_option(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "twin.gguf"
+    path.symlink_to(model_path())
+    assert main(["run", str(path), "-p", "hello", "-n", "4", "-c", "512"]) == 0
+    assert capfd.readouterr().out

@@ -186,7 +186,7 @@ def test_wrong_values_are_named(field: str, value: object, error: type[Exception
 def test_threshold_smaller_than_group() -> None:
     with pytest.raises(ValueError, match=r"quantization_threshold=8 .*group_size=16.*group_size=8 or less"):
         MixedKVConfig(quantization_threshold=8)
-    with pytest.raises(ValueError, match=r"quantization_threshold=8 .*group_size=16 \(16 unless given\)"):
+    with pytest.raises(ValueError, match=r"threshold=8 .*group=16 \(16 unless given\)"):
         parse_kv("mixed:threshold=8")
     assert parse_kv("mixed:threshold=8,group=8").group_size == 8  # type: ignore[union-attr]
 
@@ -216,19 +216,24 @@ def test_threshold_above_the_context() -> None:
     ("spec", "message"),
     [
         ("", r"names no cache: use one of mixed, f16"),
-        ("mixd", r"'mixd' names no cache: use one of mixed, f16"),
-        ("q4_k", r"names no cache: .*q4_0"),
+        ("mixd", r"'mixd' names no cache \(did you mean mixed\?\): use one of mixed, f16"),
+        ("q4_k", r"names no cache \(did you mean q4_0\?\)"),
         ("q8_0/q5_9", r"names no cache"),
         ("q8_0/", r"names no cache"),
-        ("mixed:", r"not key=value; known keys: cold, cold_k"),
-        ("mixed:threshold", r"'threshold' is not key=value"),
-        ("mixed:treshold=3", r"unknown key 'treshold'; known keys: cold, cold_k, .*threshold"),
+        ("mixed:", r"'' is neither a preset"),
+        ("mixed:threshold", r"'threshold' is neither a preset \(compact, .*\) nor key=value"),
+        ("mixed:balance", r"did you mean balanced\?"),
+        (
+            "mixed:treshold=3",
+            r"unknown key 'treshold' \(did you mean threshold\?\); known keys: cold, cold_k",
+        ),
         ("mixed:threshold=many", r"threshold=many is not a whole number"),
         ("mixed:threshold=-1", r"threshold=-1 is not a whole number"),
         ("mixed:threshold=" + "9" * 5000, r"is not a whole number"),
         ("mixed:equalize=maybe", r"equalize=maybe is neither true nor false"),
         ("f16:equalize=true", r"a uniform cache takes attention only, not equalize"),
-        ("mixed:cold=q9_9", r"cold_type_k='q9_9' is not one of q8_0"),
+        ("mixed:cold=q9_9", r"cold='q9_9' is not one of q8_0"),
+        ("mixed:cold_v=q9_9", r"cold_v='q9_9' is not one of q8_0"),
         ("mixed:cold=q8_0,cold_k=q4_0", r"gives cold_k twice"),
         ("mixed:cold_k=q8_0,cold=q4_0", r"cold stands for both"),
         ("mixed:group=4,group=8", r"gives group twice"),
@@ -239,7 +244,7 @@ def test_threshold_above_the_context() -> None:
         ("mixed:layers=0-3:q8_0/f16", r"layers: 'f16' in '0-3:q8_0/f16' is not one of q8_0"),
         ("mixed:layers=0-3", r"layers: '0-3' is not a range with types: use e.g. 0-3:q8_0/q4_0"),
         ("mixed:layers=-3:q8_0", r"'-3:q8_0' is not a range"),
-        ("mixed:0-3:q8_0", r"'0-3:q8_0' is not key=value"),
+        ("mixed:0-3:q8_0", r"'0-3:q8_0' is neither a preset .* nor key=value"),
         ("f16:attention=merged", r"attention='merged' is not one of auto, fused"),
     ],
 )

@@ -16,8 +16,8 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 from mixedkv import _native
-from mixedkv_bench.harness.stock_peer import stock_library
 from support import REPOSITORY
+from support.stock_library import stock_library
 
 # What `pip install -e` lays out differently; .ci/run tests a wheel.
 of_a_wheel = pytest.mark.skipif(

@@ -66,7 +66,7 @@ def test_there_are_blocks() -> None:
 def test_a_block_runs_as_pasted(block: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     if "smollm2" in block:
         request.getfixturevalue("real_model_q4_1")  # skips where it cannot be downloaded
-    for name in ("langchain_core", "llama_index.core"):
+    for name in ("langchain_community", "langchain_openai", "llama_index.llms.openai_like"):
         if f"from {name}" in block:
             pytest.importorskip(name, reason=f"needs the package {name}")
     if _ADDRESS in block:

@@ -27,6 +27,10 @@ def test_of_a_parameter(n): pass
 @pytest.mark.parametrize("name", ["llama-64", "qwen3", "of no model"])
 def test_of_a_model(name): pass
 
+@pytest.mark.parametrize("attention", ["fused", "merged"])
+@pytest.mark.parametrize("name", ["gemma2", "qwen3"])
+def test_of_both(name, attention): pass
+
 def test_real(real_model): pass
 """
 REST = "def test_without_a_mark(): pass\n\ndef test_real(real_model_q4_1): pass\n"
@@ -59,10 +63,12 @@ def collected(folder: Path, *options: str) -> set[str]:
                 "test_of_a_parameter[2]",
                 "test_of_a_model[llama-64]",
                 "test_of_a_model[of no model]",
+                "test_of_both[gemma2-fused]",
+                "test_of_both[gemma2-merged]",
             },
         ),
-        ("full", {"test_of_a_model[qwen3]", "test_without_a_mark"}),
-        ("nightly", {"test_of_its_own", "test_of_a_parameter[1]", "test_real"}),
+        ("full", {"test_of_a_model[qwen3]", "test_of_both[qwen3-fused]", "test_without_a_mark"}),
+        ("nightly", {"test_of_its_own", "test_of_a_parameter[1]", "test_of_both[qwen3-merged]", "test_real"}),
     ],
 )
 def test_a_test_is_of_one_tier(folder: Path, tier: str, tests: set[str]) -> None:
@@ -70,4 +76,4 @@ def test_a_test_is_of_one_tier(folder: Path, tier: str, tests: set[str]) -> None
 
 
 def test_without_the_option_all_are_there(folder: Path) -> None:
-    assert len(collected(folder)) == 9
+    assert len(collected(folder)) == 13

@@ -238,7 +238,6 @@ def test_an_answer_that_nests_without_end_is_a_call_that_was_cut_off(bracket: st
         "{{ messages" + "|first" * 10_000 + " }}",
         "{{ messages" + "[0]" * 20_000 + " }}",
         "{% if 1 %}" * 6000,
-        "{{ 1 " + "if 1 else 1 " * 5000 + " }}",
         "{{ 1 " + "+ 1 " * 16_000 + " }}",
         "{{ 1 " + "~ 1 " * 16_000 + " }}",
         "x" * 70_000,
@@ -250,10 +249,40 @@ def test_a_template_made_to_harm_is_an_error(source: str) -> None:
         ChatRenderer(source, "", "").render([USER], [WEATHER], ToolChoice())
 
 
+def test_a_template_of_many_choices_is_rendered() -> None:
+    renderer = ChatRenderer("{{ 1 " + "if 1 else 1 " * 5000 + " }}", "", "")
+    assert renderer.render([USER], [], ToolChoice()).text == "1"
+
+
 @pytest.mark.parametrize("name", ["google-gemma-2-2b-it", "microsoft-Phi-3.5-mini-instruct"])
-def test_a_template_without_tools_says_so(name: str) -> None:
-    with pytest.raises(ValueError, match=r"^tools: the chat template of this model has none"):
-        render(name)
+def test_a_template_without_tools_is_known(name: str) -> None:
+    assert not family(name).takes_tools
+
+
+@pytest.mark.parametrize(
+    "printed",
+    [
+        """{{- '", "arguments": ' + tool_call.arguments + '}\\n</tool_call>' }}""",
+        """{{- '", "arguments": ' ~ tool_call['arguments'] ~ '}\\n</tool_call>' }}""",
+        """{{- '", "arguments": ' }}{{- tool_call.arguments }}{{- '}\\n</tool_call>' }}""",
+    ],
+)
+def test_a_template_that_prints_arguments_as_they_are_has_tools(printed: str) -> None:
+    source = template("Qwen-Qwen2.5-7B-Instruct")
+    begin, end = (
+        source.index("""{{- '", "arguments": ' }}"""),
+        source.rindex("{%- endfor %}\n        {{- '<|im_e"),
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    messages: list[Any] = [USER, called, {**USER, "content": "So?"}]
+    prompts = [
+        ChatRenderer(each, "<s>", "</s>").render(messages, [ADD], ToolChoice())
+        for each in (source, source[:begin] + printed + source[end:])
+    ]
+    assert prompts[0].text == prompts[1].text
+    assert '"arguments": {"a": 1, "b": 2}}\n</tool_call>' in prompts[1].text
+    assert prompts[0].constraint == prompts[1].constraint is not None
 
 
 def test_depth_is_bounded() -> None:

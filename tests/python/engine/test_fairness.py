@@ -257,3 +257,35 @@ def test_who_lost_rows_keeps_its_place_until_they_were_of_use() -> None:
     assert long.n_answer - before >= 5  # a token for every 64 rows
     for short in shorts:
         desk.finish_one(short)
+
+
+def test_who_fits_passes_a_prompt_that_has_no_room() -> None:
+    """Two prompts of two tenants do not fit together; a third tenant's short one fits beside either."""
+    desk = Desk(parallel=4, idle=4, n_ctx=2048)
+    (first,) = desk.add(range(1300), tenant="a", max_tokens=300)
+    steps_to_first_token(desk, first)
+    (second,) = desk.add(range(5000, 6300), tenant="b", max_tokens=4)
+    desk.step()
+    assert places(desk) == {"a": 1}
+    (short,) = desk.add(range(9000, 9040), tenant="c", max_tokens=8)
+    assert steps_to_first_token(desk, short) <= 4
+    assert second.n_rows == 0
+    desk.finish_one(second)
+
+
+def test_those_that_pass_leave_room_for_whose_turn_it_is() -> None:
+    """However many come: the long prompt starts once the one before it has ended."""
+    desk = Desk(parallel=8, idle=8, n_ctx=2048)
+    (first,) = desk.add(range(1300), tenant="a", max_tokens=20)
+    steps_to_first_token(desk, first)
+    (long,) = desk.add(range(5000, 6300), tenant="b", max_tokens=4)
+    n_steps = 0
+    while long not in desk.scheduler.running:
+        for i, tenant in enumerate("cdefg"):
+            begin = 10_000 + 1000 * (5 * n_steps + i)
+            desk.add(range(begin, begin + 200), tenant=tenant, max_tokens=40)
+        desk.step()
+        n_steps += 1
+        passed = [job for job in desk.scheduler.running if job.tenant in "cdefg"]
+        assert sum(job.n_prompt for job in passed) <= 2048 - 1300
+    assert n_steps <= 25, "a few after the 20 tokens of the answer before it"

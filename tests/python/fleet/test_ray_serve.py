@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
-from mixedkv_bench.harness.ray_fleet import replica_pids
 from support.patience import PATIENCE, wait_for
+from support.ray_replicas import replica_pids
 from support.remote_servers import free_port, redis_server
+from support.server_support import MODEL
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'mixedkv[ray]'")
 pytestmark = pytest.mark.slow
@@ -39,8 +40,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, _system_config=own)
         try:
             serve.start(http_options={"port": port})
-            remote = f"redis://127.0.0.1:{redis_port}/0?timeout=20"
-            serve.run(build({"replicas": 2, "cpus": 0.1, "threads": 1, "store_remote": remote}))
+            metadata = f"redis://127.0.0.1:{redis_port}/0"
+            shared = {"store_remote": f"{metadata}?timeout=20", "metadata_url": metadata}
+            serve.run(build({"replicas": 2, "cpus": 0.1, "threads": 1, **shared}))
             yield f"http://127.0.0.1:{port}", redis.Redis(port=redis_port)
         finally:
             serve.shutdown()
@@ -94,6 +96,15 @@ def test_conversations_outlive_a_replica(fleet: tuple[str, Any]) -> None:
     assert tiers == {"context", "remote"}  # both had conversations, and one lost its own
 
 
+def test_a_session_is_found_by_the_next_request(fleet: tuple[str, Any]) -> None:
+    url, _ = fleet
+    for i in range(10):
+        prompt = f"The number of house {i} is {i * 7919}."
+        made = json.loads(post(f"{url}/v1/context", {"model": MODEL, "prompt": prompt}))
+        body = {"session_id": made["session_id"], "prompt": " It", "max_tokens": 1}
+        assert json.loads(post(f"{url}/v1/completions", body))["choices"], i
+
+
 def test_streams_and_errors_come_through(fleet: tuple[str, Any]) -> None:
     url, _ = fleet
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "stream": True}
@@ -124,8 +135,9 @@ def test_replicas_come_with_the_load_and_hand_over_when_they_go(
     url, redis = fleet
     redis.flushall()
     options = {"replicas": "1-2", "cpus": 0.1, "threads": 1, "parallel": 2, "drain_timeout": PATIENCE}
-    remote = f"redis://127.0.0.1:{redis.connection_pool.connection_kwargs['port']}/0?timeout=20"
-    serve.run(application.build({**options, "store_remote": remote}))
+    remote = f"redis://127.0.0.1:{redis.connection_pool.connection_kwargs['port']}/0"
+    shared = {"store_remote": f"{remote}?timeout=20", "metadata_url": remote}
+    serve.run(application.build({**options, **shared}))
     wait_for(lambda: len(replica_pids()) == 1, pause=0.5)  # the other one of before stores what it holds
     talks: list[list[dict[str, str]]] = [[] for _ in range(4)]
     totals = [say(url, messages, 100 * i)["total_tokens"] for i, messages in enumerate(talks)]
@@ -152,6 +164,8 @@ def test_replicas_come_with_the_load_and_hand_over_when_they_go(
         ({"colour": "red"}, "colour: no option of mixedkv serve"),
         ({"replicas": "many"}, "replicas='many': use a number"),
         ({"replicas": "4-2"}, "replicas='4-2': use a number"),
+        ({"replicas": 2}, "replicas=2: a session.*metadata_url=redis://"),
+        ({"replicas": "1-2"}, "replicas=1-2: a session.*metadata_url=sqlite: to go without"),
         ({"routing": "best"}, "routing='best': use prefix, ray"),
         ({"kv_events": "tcp://*:1"}, "replicas cannot share an address"),
         ({"n_ctx": "-1"}, "MIXEDKV_N_CTX"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mixedkv.cli import main
-from mixedkv_bench.catalog import Document
+from mixedkv_bench.output import read_result
 from mixedkv_bench.quality import QualityRow
 
 pytestmark = pytest.mark.slow
@@ -22,7 +22,7 @@ def divergence(tmp_path: Path, model: Path, text: str, n_ctx: int, specs: list[s
     asked = ["bench", "quality", "-m", str(model), "--text", text, "--n-ctx", str(n_ctx), "--repeats", "1"]
     how = ["--mode", "batch", "--flash-attn", "off", "--threads", "2", "--json", str(path)]
     assert main([*asked, *how, *kinds]) == 0
-    rows = Document.model_validate_json(path.read_bytes()).rows
+    _, rows = read_result(path)
     return {row.kv: row for row in rows if isinstance(row, QualityRow)}
 
 

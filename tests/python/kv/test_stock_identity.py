@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from mixedkv import bundled
-from mixedkv_bench.harness.stock_peer import stock_library
 from support import TESTS, zoo
+from support.stock_library import stock_library
 
 pytestmark = pytest.mark.nightly
 

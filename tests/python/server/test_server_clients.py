@@ -176,8 +176,8 @@ def test_langchain_end_to_end(server: Server) -> None:
 def test_who_has_no_key_sends_little(tmp_path: Path) -> None:
     with running("--n-ctx", "512", "--api-key-file", str(key_file(tmp_path, f"one:{KEY}"))) as server:
         large = {"prompt": "x" * 10_000, "max_tokens": 1}
-        assert server.request("POST", "/v1/completions", large)[0] == 413
-        assert server.request("POST", "/v1/completions", large, key="not-" + KEY)[0] == 413
+        assert server.request("POST", "/v1/completions", large)[0] == 401
+        assert server.request("POST", "/v1/completions", large, key="not-" + KEY)[0] == 401
         assert server.request("POST", "/v1/completions", {"prompt": "x"})[0] == 401
         assert server.request("POST", "/v1/completions", large, key=KEY)[0] == 400  # more than the context
 

@@ -210,3 +210,18 @@ def test_what_has_grown_outlives_a_kill_and_has_its_limits(tmp_path: Path) -> No
         status, answer, _ = ask(server, "s", "Where?")
         assert (status, answer["error"]["code"]) == (429, "session_quota")
         assert version(server, "s") == 4
+
+
+def test_texts_of_a_session_are_tokenized_each_by_itself_until_it_has_grown(server: Server) -> None:
+    def n_tokens(text: str, start: bool = True) -> int:
+        return len(server.post("/tokenize", {"content": text, "add_special": start})["tokens"])
+
+    begin, rest = "Where is the win", "dow"
+    assert n_tokens(begin + rest) < n_tokens(begin) + n_tokens(rest, False), "tokens merge here"
+    make(server, "seam", prompt=begin, mode="append")
+    body = {"prompt": rest, "session_id": "seam", "max_tokens": 1, "temperature": 0, "ignore_eos": True}
+    first = server.post(TEXT, body)
+    assert first["usage"]["prompt_tokens"] == n_tokens(begin) + n_tokens(rest, False)
+    then = server.post(TEXT, {**body, "prompt": " In"})
+    grown = begin + rest + first["choices"][0]["text"]
+    assert then["usage"]["prompt_tokens"] == n_tokens(grown) + n_tokens(" In", False)

@@ -148,7 +148,9 @@ def test_logprobs(server: Server) -> None:
     assert told == [each.token for each in answer.logprobs]
 
 
-def test_calls_and_their_results(tools: Server) -> None:
+@pytest.mark.parametrize("template", ["tools", "server"])
+def test_calls_and_their_results(template: str, request: pytest.FixtureRequest) -> None:
+    tools: Server = request.getfixturevalue(template)
     forced: Any = {
         "messages": [USER],
         "tools": [ADD],
@@ -235,7 +237,7 @@ def test_models(server: Server, tools: Server) -> None:
     assert shown.modelinfo["general.architecture"] == "llama"
     assert shown.modelinfo["llama.context_length"] > 0
     assert shown.template
-    assert set(shown.capabilities) == {"completion", "embedding"}
+    assert set(shown.capabilities) == {"completion", "embedding", "tools"}
     assert {"tools", "thinking"} <= set(client(tools).show(MODEL).capabilities)
     assert server.request("GET", "/api/version")[1]["version"]
 
@@ -252,7 +254,6 @@ def test_models(server: Server, tools: Server) -> None:
         ("/api/generate", {"prompt": "a", "template": "x"}, "template"),
         ("/api/generate", {"prompt": "a", "context": [1]}, "/api/chat"),
         ("/api/generate", {"prompt": "a", "suffix": "b"}, "infilling"),
-        ("/api/chat", {"messages": [USER], "tools": [ADD]}, "tools"),
         ("/api/nothing", {}, "there is no"),
     ],
 )

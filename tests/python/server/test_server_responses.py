@@ -121,6 +121,22 @@ def test_a_tenant_without_room_is_told_before_and_after(server: Server) -> None:
     server.request("DELETE", f"{PATH}/{held}", key=BEN)
 
 
+def test_by_default_a_response_is_kept_in_place_of_the_oldest(server: Server) -> None:
+    default = {name: value for name, value in BODY.items() if name != "store"}
+    for key, n_kept in ((ANNA, 2), (BEN, 1)):
+        made = [server.post(PATH, {"input": "Hello", **default}, key=key) for _ in range(2)]
+        assert [each["store"] for each in made] == [True, True]
+        found = [server.request("GET", f"{PATH}/{each['id']}", key=key)[0] for each in made]
+        assert found == [200 if n_kept == 2 else 404, 200]
+        for each in made[-n_kept:]:
+            server.request("DELETE", f"{PATH}/{each['id']}", key=key)
+    server.post("/v1/context", {"model": MODEL, "session_id": "all", "prompt": "Hello"}, key=BEN)
+    without_room = server.post(PATH, {"input": "Hello", **default}, key=BEN)
+    server.request("DELETE", "/v1/context/all", key=BEN)
+    assert without_room["store"] is False
+    assert server.request("GET", f"{PATH}/{without_room['id']}", key=BEN)[0] == 404
+
+
 def test_calls_are_kept_and_all_outlives_a_kill(tmp_path: Path) -> None:
     template = str(template_path("Qwen-Qwen2.5-7B-Instruct"))
     tool = {"type": "function", "name": "add", "parameters": ADD["function"]["parameters"]}

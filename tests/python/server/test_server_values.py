@@ -38,7 +38,12 @@ def test_top_k_of_minus_1_is_off(server: Server, path: str) -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/api/generate"])
 @pytest.mark.parametrize(
     ("stop", "says"),
-    [(["x"] * 17, "at most 16"), (5, "string"), ([5], "string"), ("", "at least 1")],
+    [
+        (["x"] * 17, "at most 16"),
+        (5, "a text or a list"),
+        ([5], "stop.0: Input should be a valid string"),
+        ("", "at least 1"),
+    ],
 )
 def test_an_error_of_a_union_is_about_what_was_given(server: Server, path: str, stop: Any, says: str) -> None:
     more = {"options": {"stop": stop}} if path.startswith("/api") else {"stop": stop}
@@ -47,3 +52,63 @@ def test_an_error_of_a_union_is_about_what_was_given(server: Server, path: str, 
     said = answer["error"] if path.startswith("/api") else answer["error"]["message"]
     assert "stop" in said
     assert says in said
+
+
+USER = {"role": "user", "content": "x"}
+
+
+def content(*parts: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": list(parts)}], "max_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/v1/completions", {"prompt": ["a", 5]}, "prompt.1: Input should be a valid string"),
+        ("/v1/completions", {"prompt": [5, -1]}, "prompt.1: Input should be greater than or equal to 0"),
+        ("/v1/completions", {"prompt": ["a"] * 65}, "prompt: List should have at most 64 items"),
+        ("/v1/completions", {"prompt": [[5], "a"]}, "prompt.1: Input should be a valid list"),
+        ("/v1/completions", {"prompt": {}}, "prompt: give a text, a list of texts, a list of token ids"),
+        ("/v1/warm", {"prompt": [5, {}]}, "prompt.1: Input should be a valid integer"),
+        ("/v1/chat/completions", content({"type": "text"}), "content.0.text.text: Field required"),
+        ("/v1/chat/completions", {"messages": [{**USER, "content": 5}]}, "content: give a text or a list"),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER], "tool_choice": {"type": "function"}},
+            "tool_choice.function: Field required",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER], "tool_choice": 5},
+            "tool_choice: give none, auto, required, or a function",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [USER], "prediction": {"type": "content", "content": [{"type": "text"}]}},
+            "prediction.content.0.text: Field required",
+        ),
+        ("/v1/messages", {**content(USER), "system": 5}, "system: give a text or a list"),
+        ("/v1/responses", {"input": 5}, "input: give a text or a list"),
+        (
+            "/v1/responses",
+            {"input": [{"type": "item_reference", "id": "a"}]},
+            "give a message, function_call",
+        ),
+        (
+            "/v1/responses",
+            {"input": [{"role": "user", "content": [{"type": "input_text"}]}]},
+            "input.0.content.0.text: Field required",
+        ),
+        ("/v1/responses", {"input": "a", "tool_choice": {"type": "function"}}, "tool_choice.name: Field"),
+        ("/api/chat", {"messages": [USER], "format": 5}, "format: give json or a JSON Schema"),
+        ("/api/chat", {"messages": [USER], "think": 5}, "think: give true, false, low"),
+        ("/api/chat", {"messages": [USER], "keep_alive": [1]}, "keep_alive: give seconds, or a text"),
+        ("/api/embed", {"input": 5}, "input: give a text or a list"),
+    ],
+)
+def test_an_error_names_the_problem_of_the_kind_that_was_given(
+    server: Server, path: str, body: Any, says: str
+) -> None:
+    status, answer, _ = server.request("POST", path, body)
+    assert status == 400
+    assert says in (answer["error"] if path.startswith("/api") else answer["error"]["message"])

@@ -22,7 +22,7 @@ from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.cli.main import main
 from mixedkv.errors import ContextLengthError
-from mixedkv.split.client import SplitClient
+from mixedkv.split.client import SplitClient, SplitServerError
 from mixedkv.split.export import Exported
 from mixedkv.split.head import Head
 from support import split_support
@@ -371,9 +371,12 @@ def test_patience_ends(parts: Exported, head: Head) -> None:
         stream = session.generate(_RECALLS[1].messages, max_tokens=24, temperature=0)
         next(stream)
         process.kill()
-        with pytest.raises(grpc.RpcError) as failed:
+        with pytest.raises(ConnectionError, match=rf"127\.0\.0\.1:{port}: UNAVAILABLE: .*: start") as failed:
             list(stream)
+        assert isinstance(failed.value, SplitServerError)
         assert failed.value.code() == grpc.StatusCode.UNAVAILABLE
+    with pytest.raises(SplitServerError, match=f"{port}: UNAVAILABLE"):
+        SplitClient(head, f"127.0.0.1:{port}")
 
 
 @pytest.mark.nightly
@@ -392,4 +395,5 @@ def test_the_command_line(parts: Exported, tmp_path: Path) -> None:
         assert "bytes a token sent" in done.stderr
     failed = mixedkv("run", head, f"127.0.0.1:{port}", "-p", "The code of the")
     assert failed.returncode == 2
-    assert "UNAVAILABLE" in failed.stderr
+    assert f"127.0.0.1:{port}: UNAVAILABLE" in failed.stderr
+    assert "start `mixedkv split serve` there" in failed.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,7 @@ def test_a_server_without_a_folder_keeps_nothing(parts: Exported, head: Head) ->
 
 
 def test_what_was_not_used_for_long_is_removed_at_the_start(
-    parts: Exported, head: Head, tmp_path: Path
+    parts: Exported, head: Head, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
         split_support.running(parts.body, store=str(tmp_path)) as server,
@@ -278,8 +279,10 @@ def test_what_was_not_used_for_long_is_removed_at_the_start(
     assert _files(tmp_path)
     with split_support.running(parts.body, store=str(tmp_path), store_max_age="1d"):
         assert _files(tmp_path)
+    caplog.set_level(logging.INFO, "mixedkv")
     with split_support.running(parts.body, store=str(tmp_path), store_max_age="0.001s"):
         assert not _files(tmp_path)
+    assert "1 entries were removed that were not used for 0 s" in caplog.text
 
 
 def test_a_folder_without_room(parts: Exported, head: Head, tmp_path: Path) -> None:

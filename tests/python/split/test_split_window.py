@@ -20,7 +20,6 @@ from mixedkv.config.cut_rule import CutRule
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.kv.cache import KVCache
 from mixedkv.kv.close_gap import close_gap
-from mixedkv.real_text import read_real_text
 from mixedkv.split import client as client_module
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import split_pb2_grpc, wire
@@ -29,6 +28,7 @@ from mixedkv.split.export import Exported
 from mixedkv.split.head import Head
 from mixedkv.split.service import SplitService, _RefusedError
 from mixedkv.split.session_key import new_key
+from mixedkv_bench.harness.real_text import read_real_text
 from support import split_support
 from support.patience import PATIENCE
 from support.split_support import Running
@@ -578,3 +578,17 @@ def test_bytes_of_a_long_answer(real_model: Path, tmp_path: Path, drops: bool) -
         )
         assert session.n_dropped > 0
         assert (session.n_sent_bytes == 2 * head.width * n_tokens) == drops
+
+
+def test_a_prompt_that_is_cut_is_told(
+    parts: Exported, head: Head, prompt: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    with _session(parts, head, _MIXED) as (_, _, session):
+        _answer(session, prompt, n=2)
+        assert not caplog.records
+        _answer(session, prompt * 100, n=2)
+    (said,) = caplog.messages
+    assert said == (
+        f"the prompt has {100 * len(prompt)} tokens, and the server room for {_N_CTX - 1}: "
+        f"its first {_SINKS} and its last {_WINDOW} are used"
+    )

@@ -15,7 +15,7 @@ from itertools import takewhile
 from typing import Any
 
 from mixedkv.model.named_model import find_model
-from mixedkv.real_text import read_real_text
+from mixedkv_bench.harness.real_text import read_real_text
 from support.server_support import Server, running
 
 _CHAT = "/v1/chat/completions"

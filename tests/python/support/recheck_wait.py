@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from mixedkv.real_text import read_real_text
+from mixedkv_bench.harness.real_text import read_real_text
 from support.server_support import Server
 
 

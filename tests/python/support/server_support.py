@@ -27,6 +27,7 @@ from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.request import Request
 from support.patience import PATIENCE, wait_for
+from support.prefork import Forked
 
 MODEL = model_path().stem
 _SETTING = re.compile("MIXEDKV_(?!ISA$)")  # variables a server reads its options from
@@ -39,13 +40,18 @@ class Server:
         self,
         *options: str,
         environ: dict[str, str] | None = None,
-        program: Sequence[str] = ("-m", "mixedkv", "serve"),
+        program: Sequence[str] = (),
     ) -> None:
-        command = [sys.executable, *program, "--port", "0", "--threads", "1", *options]
+        options = ("--port", "0", "--threads", "1", *options)
         env = {name: value for name, value in os.environ.items() if not _SETTING.match(name)}
-        self.process = subprocess.Popen(
-            command, stderr=subprocess.PIPE, text=True, env={**env, **(environ or {})}
-        )
+        self.process: Forked | subprocess.Popen[str]
+        if environ or program:  # which may be read as modules are imported
+            command = [sys.executable, *(program or ("-m", "mixedkv", "serve")), *options]
+            self.process = subprocess.Popen(
+                command, stderr=subprocess.PIPE, text=True, env={**env, **(environ or {})}
+            )
+        else:
+            self.process = Forked(["serve", *options], env)
         self._lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

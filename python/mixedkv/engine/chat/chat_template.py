@@ -5,11 +5,12 @@ of tools and how it writes calls and thoughts.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from mixedkv import _chat
 from mixedkv.engine.constrain.constraint import SPACE
@@ -25,8 +26,12 @@ _MAX_DEPTH = 64  # of objects and lists in a schema or in arguments
 _MAX_SCHEMA = 1 << 16  # characters of a tool's parameters
 _MAX_PROPERTIES, _MAX_NAMES = 256, 1 << 14  # of one object, and characters of their names
 _MAX_ALL = 4096  # properties of all tools together
+# printed, or joined to a text: `{{ call.arguments }}`, `'{"arguments": ' + call.arguments`
+_ARGUMENTS_AS_TEXT = re.compile(
+    r"(\{\{-?\s*|[+~]\s*)((?:\w+\.)*\w+(?:\.arguments|\[['\"]arguments['\"]\]))(?!\s*[|(\w.\[])"
+)
 _PROBE = "a_name_that_no_template_has"
-_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,12 +41,17 @@ class ToolChoice:
     Attributes:
         mode: "none" only text, "auto" the model's choice, "required" at least one call.
         name: the only function to call; with "required".
-        parallel: more than one call is allowed.
+        parallel: more than one call is allowed; None: where the template has calls.
     """
 
     mode: str = "auto"
     name: str = ""
-    parallel: bool = True
+    parallel: bool | None = None
+
+    @property
+    def several(self) -> bool:
+        """True if a template that has calls may have more than one."""
+        return self.parallel is not False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +98,21 @@ class Chat:
         return replace(self, messages=self.messages[:-1], options=replace(self.options, continues=False))
 
     @property
+    def has_tools(self) -> bool:
+        """True if the chat has tools, calls or results."""
+        calls = (message.get("role") == "tool" or message.get("tool_calls") for message in self.messages)
+        return bool(self.tools) or any(calls)
+
+    @property
     def is_plain(self) -> bool:
         """True if the chat has no tools, calls or results, and no options for the template."""
-        calls = (message.get("role") == "tool" or message.get("tool_calls") for message in self.messages)
-        return not self.tools and self.options == NOTHING_SAID and not any(calls)
+        return not self.has_tools and self.options == NOTHING_SAID
+
+
+class Parser(Protocol):
+    """Reads answers, as `_chat.ChatPrompt` does."""
+
+    def parse(self, answer: str, partial: bool) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +129,7 @@ class RenderedChat:
         answer: the end of `text` that prompts of later turns will not have, since templates leave out
             thoughts.
         before: the beginning of the answer, if the chat gave it.
-        prompt: the prompt as llama.cpp's chat layer needs it to read the answer; None for an answer that is
-            text only.
+        prompt: reads the answer; None for an answer that is text only.
     """
 
     text: str
@@ -121,7 +141,7 @@ class RenderedChat:
     thoughts: ThoughtTags | None = None
     answer: str = ""
     before: ReadAnswer = field(default_factory=ReadAnswer)
-    prompt: _chat.ChatPrompt | None = None
+    prompt: Parser | None = None
     parallel: bool = True
 
     @property
@@ -163,18 +183,12 @@ class ChatRenderer:
         """Render messages and tools with the template.
 
         Args:
-            messages, tools: in OpenAI's form.
+            messages, tools: in OpenAI's form; none of tools if the template does not take them.
 
         Raises:
-            ValueError: the model cannot be told of tools, or its template refuses the messages; the message
-                begins with the field.
+            ValueError: the template refuses the messages; the message begins with the field.
         """
-        if tools and self._template and not self.takes_tools:
-            raise ValueError(
-                "tools: the chat template of this model has none: leave them out, or serve the model with a "
-                "chat_template that has"
-            )
-        _check_sizes(tools)
+        check_sizes(tools)
         must = choice.mode == "required"
         if must:
             options = replace(options, thinking=False)
@@ -183,12 +197,12 @@ class ChatRenderer:
         if must:
             callable_ = [tool for tool in tools if choice.name in ("", tool["function"]["name"])]
             reading = self._apply(messages, callable_, choice, options)
-            constraint = _calls_only(reading, callable_, choice.parallel)
+            constraint = _calls_only(reading, callable_, choice.several)
         elif tools and choice.mode == "none":
             reading = self._apply(messages, [], choice, options)
         elif tools and prompt.triggers:
             with suppress(ValueError):  # calls are the model's choice: unconstrained rather than refused
-                constraint = _calls_only(prompt, tools, choice.parallel)
+                constraint = _calls_only(prompt, tools, choice.several)
         thoughts = _tags(prompt)
         tags = (thoughts.start, *thoughts.ends) if thoughts is not None else ()
         return RenderedChat(
@@ -201,7 +215,7 @@ class ChatRenderer:
             answer=_forgotten(prompt, thoughts),
             before=_said(messages[-1]) if options.continues else ReadAnswer(),
             prompt=reading,
-            parallel=choice.parallel,
+            parallel=choice.several,
         )
 
     @cached_property
@@ -211,21 +225,21 @@ class ChatRenderer:
         if len(self._source) > _MAX_TEMPLATE:
             raise ValueError(f"tools: the model's chat template has more than {_MAX_TEMPLATE} characters")
         try:
-            return _chat.ChatTemplate(self._source, self._bos, self._eos)
+            template = _chat.ChatTemplate(self._source, self._bos, self._eos)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"tools: the model's chat template cannot be read: {_short(error)}") from None
+        if not _shows_tools(template) and (source := _with_json_arguments(self._source)) != self._source:
+            other = _chat.ChatTemplate(source, self._bos, self._eos)
+            return other if _shows_tools(other) else template
+        return template
 
     @cached_property
     def takes_tools(self) -> bool:
-        """True if the template shows tools and calls can be parsed. Some families are recognised by name
-        only.
-        """
-        tools = [{"type": "function", "function": {"name": _PROBE, "parameters": _NO_ARGUMENTS}}]
+        """True if the template shows tools and calls can be parsed."""
         try:
-            prompt = self._apply([{"role": "user", "content": "?"}], tools, ToolChoice(mode="required"))
+            return _shows_tools(self._template)
         except ValueError:
             return False
-        return _PROBE in prompt.prompt and bool(prompt.grammar)
 
     def _apply(
         self,
@@ -241,7 +255,7 @@ class ChatRenderer:
                 json.dumps(messages),
                 json.dumps(tools),
                 choice.mode,
-                choice.parallel,
+                choice.several,
                 options.thinking,
                 variables,
                 options.continues,
@@ -262,27 +276,40 @@ class ChatRenderer:
         """Return the name of the tool whose schema of arguments llama.cpp refuses; "" if there is none."""
         for tool in tools:
             function = tool["function"]
-            if function.get("parameters") in (None, _NO_ARGUMENTS):
+            if function.get("parameters") in (None, NO_ARGUMENTS):
                 continue
-            plain = {**tool, "function": {**function, "parameters": _NO_ARGUMENTS}}
+            plain = {**tool, "function": {**function, "parameters": NO_ARGUMENTS}}
             if self._takes(plain) and not self._takes(tool):
                 return str(function["name"])
         return ""
 
     def _takes(self, tool: Mapping[str, Any]) -> bool:
-        try:
-            self._template.apply(
-                json.dumps([{"role": "user", "content": "?"}]),
-                json.dumps([tool]),
-                "required",
-                False,
-                False,
-                {},
-                False,
-            )
-        except (RuntimeError, ValueError):
-            return False
-        return True
+        return _called(self._template, tool) is not None
+
+
+def _called(template: _chat.ChatTemplate, tool: Mapping[str, Any]) -> _chat.ChatPrompt | None:
+    """Return a prompt whose answer must call a tool; None if the template refuses it."""
+    user = json.dumps([{"role": "user", "content": "?"}])
+    try:
+        return template.apply(user, json.dumps([tool]), "required", False, False, {}, False)
+    except (RuntimeError, ValueError):
+        return None
+
+
+def _shows_tools(template: _chat.ChatTemplate) -> bool:
+    """Return whether tools are in the prompt and calls can be parsed. Some families are recognised by name
+    only.
+    """
+    tool = {"type": "function", "function": {"name": _PROBE, "parameters": NO_ARGUMENTS}}
+    prompt = _called(template, tool)
+    return prompt is not None and _PROBE in prompt.prompt and bool(prompt.grammar)
+
+
+def _with_json_arguments(source: str) -> str:
+    """Return a template that is right for arguments as objects, which llama.cpp's analysis gives it, where it
+    was written for arguments as JSON text.
+    """
+    return _ARGUMENTS_AS_TEXT.sub(r"\1(\2|tojson)", source)
 
 
 def check_depth(value: Any, name: str) -> None:
@@ -300,7 +327,7 @@ def check_depth(value: Any, name: str) -> None:
         todo += [(part, depth + 1) for part in inner]
 
 
-def _check_sizes(tools: Sequence[Mapping[str, Any]]) -> None:
+def check_sizes(tools: Sequence[Mapping[str, Any]]) -> None:
     """Refuse tools whose grammar would take seconds.
 
     Raises:
@@ -341,7 +368,7 @@ def _calls_only(prompt: _chat.ChatPrompt, tools: Sequence[Mapping[str, Any]], pa
     began.
     """
     functions = [tool["function"] for tool in tools]
-    schemas = {each["name"]: each.get("parameters") or _NO_ARGUMENTS for each in functions}
+    schemas = {each["name"]: each.get("parameters") or NO_ARGUMENTS for each in functions}
     thoughts = _tags(prompt)
     ends_thought = thoughts is not None and thoughts.open and not prompt.triggers
     first = thoughts.ends[0] if thoughts is not None and ends_thought else ""

@@ -13,6 +13,7 @@ import llama_cpp
 import numpy as np
 from llama_cpp import llama_chat_format
 
+from mixedkv.engine.chat import generic_tools
 from mixedkv.engine.chat.chat_template import Chat, ChatRenderer, RenderedChat
 from mixedkv.engine.constrain.constraint import ConstraintCompiler, Matcher
 from mixedkv.engine.constrain.constraint_text import Constraint
@@ -254,10 +255,11 @@ class Tokenizer:
         thoughts, otherwise with the template alone.
 
         Raises:
-            ValueError: the model has no chat template, cannot be told of tools, or its template refuses the
-                messages.
+            ValueError: the model has no chat template, or it refuses the messages.
         """
         chat = chat.begun
+        if chat.has_tools and self.renders and not self._renderer.takes_tools:
+            return generic_tools.render(chat, self.rendered)
         if self.thinks or not chat.is_plain:
             return self._renderer.render(chat.messages, chat.tools, chat.choice, chat.options)
         result = self._format(chat.messages)
@@ -298,8 +300,8 @@ class Tokenizer:
 
     @property
     def takes_tools(self) -> bool:
-        """True if the chat template shows tools."""
-        return self._renderer.takes_tools
+        """True if chats may have tools: a template or format that shows none gets `generic_tools`."""
+        return self.renders
 
     @property
     def infills(self) -> bool:
@@ -368,7 +370,11 @@ def _make_formatter(chat_format: str, template: str, bos: str, eos: str) -> Any:
     if chat_format:
         formatter = getattr(llama_chat_format, "format_" + chat_format.replace("-", "_"), None)
         if formatter is None:
-            raise ValueError(f"chat_format={chat_format!r} is not one of llama-cpp-python's")
+            known = (name.removeprefix("format_") for name in dir(llama_chat_format) if name[:7] == "format_")
+            raise ValueError(
+                f"chat_format={chat_format!r} is not one of llama-cpp-python's: use one of "
+                f"{', '.join(sorted(known))}"
+            )
         return formatter
     if not template:
         return None

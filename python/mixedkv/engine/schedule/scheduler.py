@@ -58,6 +58,8 @@ class Scheduler(Generic[P]):
         self.running: list[P] = []
         self._lost: list[P] = []
         self._moved: set[P] = set()  # jobs that `admit` has started or paused
+        self._passed_by: P | None = None  # the job whose turn it was when it had no room
+        self._passed: list[P] = []  # jobs that started before it
         self.to_save: list[Sequence] = []
         self._limits = limits
         self._prompt_service = Service(limits)  # prompt tokens by tenant, while several have prompts
@@ -149,8 +151,10 @@ class Scheduler(Generic[P]):
             pass
 
     def _admit_one(self) -> bool:
-        """Start the next job that does not wait for another job's prompt; return False if none can start."""
-        places = Counter(job.tenant for job in self.running)
+        """Start the next job that does not wait for another job's prompt; return False if none can start.
+        While the one whose turn it is has no room, others may pass it.
+        """
+        places, head = Counter(job.tenant for job in self.running), None
         for tenant in self.waiting.by_turn(places):
             is_full, victim = len(self.running) >= self.parallel, None
             if is_full and (other := self.waiting.who_gives_way(tenant, places)) is not None:
@@ -162,9 +166,27 @@ class Scheduler(Generic[P]):
                 for job in self.waiting.of(tenant)
                 if job not in self._moved and not (job.reuse and self._comes_soon(job))
             )
-            if job := next(ready, None):
-                return self._start(job, victim)
+            job = next(ready, None)
+            if job is None or (head is not None and not self._may_pass(job, head)):
+                continue
+            if self._start(job, victim):
+                if head is not None:
+                    self._passed.append(job)
+                return True
+            head = head or job
         return False
+
+    def _may_pass(self, job: P, head: P) -> bool:
+        """Return whether a job may start before the one whose turn it is: there are cells for it, and all
+        that pass leave enough for that one when those before it have ended.
+        """
+        if self._passed_by is not head:
+            self._passed_by, self._passed = head, []
+        self._passed = [each for each in self._passed if each in self.running]
+        cells = job.n_cells + _HEADROOM
+        left = self._n_ctx - sum(each.n_cells for each in self._passed) - head.n_cells - _HEADROOM
+        promised = sum(other.n_remaining for other in self.running)
+        return cells <= min(left, self._n_ctx - self.pool.used - promised)
 
     def _youngest(self, tenant: str) -> P | None:
         """Return a tenant's youngest running job that can be paused. A job cannot while rows are being

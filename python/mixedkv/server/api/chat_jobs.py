@@ -12,6 +12,7 @@ from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.text.answer_reader import ReadAnswer
 from mixedkv.ids import new_id
+from mixedkv.server.api.fields import place
 from mixedkv.server.api.generation import constraint_of, context_tokens, make_jobs, slides
 from mixedkv.server.api.message_ends import message_ends
 from mixedkv.server.api.rendering import chat_of, render
@@ -86,7 +87,7 @@ def translated(kind: type[_T], fields: dict[str, Any]) -> _T:
         return kind.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        where = place(first["loc"])
         raise bad_request(f"{where}: {first['msg'].removeprefix('Value error, ')}", where or None) from None
 
 

@@ -7,7 +7,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from mixedkv.images import MARK
-from mixedkv.server.api.fields import IGNORED, MAX_MESSAGES, MAX_TOOLS, FewMessages, Id, Model, Name, Text
+from mixedkv.server.api.fields import (
+    IGNORED,
+    LIST,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    TEXT,
+    TEXT_OR_LIST,
+    FewMessages,
+    Id,
+    Model,
+    Name,
+    Text,
+)
 from mixedkv.server.api.text_only import TextOrImages
 
 
@@ -42,7 +54,11 @@ class ToolCall(Model):
 
 class Message(Model):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[Text | Annotated[list[Part], Field(fail_fast=True)] | None, TextOrImages] = None
+    content: Annotated[
+        Annotated[Annotated[Text, TEXT] | Annotated[list[Part], Field(fail_fast=True), LIST], TEXT_OR_LIST]
+        | None,
+        TextOrImages,
+    ] = None
     name: Name | None = None
     refusal: Text | None = None
     message_id: Id | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 from pydantic import (
@@ -75,12 +76,47 @@ class Model(BaseModel):
         return few(value)
 
 
-def _is_list(value: Any) -> str:
-    return "list" if isinstance(value, list) else "text"
+# Tags of the members of a union, so that only the one that a value may be reports an error. `place` takes
+# them off.
+_TAG = "~"
+_KINDS = (
+    (str, "text"),
+    (bool, "flag"),
+    ((int, float), "number"),
+    (list, "list"),
+    ((dict, BaseModel), "object"),
+)
+TEXT, FLAG, NUMBER, LIST, OBJECT = (Tag(_TAG + kind) for _, kind in _KINDS)
+TEXTS, LISTS = Tag("~texts"), Tag("~lists")
 
 
-# for a union of a text and a list, so that only one of them reports an error
-TEXT, LIST, TEXT_OR_LIST = Tag("text"), Tag("list"), Discriminator(_is_list)
+def _kind(value: Any) -> str:
+    return _TAG + next((kind for types, kind in _KINDS if isinstance(value, types)), "other")
+
+
+def _kind_of_items(value: Any) -> str:
+    """Return the kind of a value; of a list of texts or of lists, by its first item, one of its own."""
+    inner = _kind(value[0]) if isinstance(value, list) and value else ""
+    return f"{inner}s" if inner in ("~text", "~list") else _kind(value)
+
+
+def one_of(what: str, *, by_items: bool = False) -> Discriminator:
+    """Return what tells the members of a union apart.
+
+    Args:
+        what: the kinds of values, for the error of a value of another kind.
+        by_items: lists of texts and lists of lists are kinds of their own.
+    """
+    kind = _kind_of_items if by_items else _kind
+    return Discriminator(kind, custom_error_type="kind", custom_error_message=f"give {what}")
+
+
+def place(loc: Iterable[int | str]) -> str:
+    """Return the place of an error, without the tags of unions."""
+    return ".".join(str(part) for part in loc if not str(part).startswith((_TAG, "function-")))
+
+
+TEXT_OR_LIST = one_of("a text or a list")
 Stop = Annotated[Annotated[StopText, TEXT] | Annotated[StopTexts, LIST], TEXT_OR_LIST]
 # vLLM and others switch it off with -1
 TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(lambda k: max(0, k))]

@@ -22,6 +22,7 @@ from mixedkv.sessions.records import MAX_MESSAGES
 router = APIRouter(route_class=JSONRoute)
 _TTL = 24 * 3600  # seconds
 _PREFIX = "resp-"
+_PAGE = 1000  # sessions that are looked at together
 ResponseId = Annotated[str, Path(max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
 
 
@@ -52,30 +53,46 @@ async def find(server: ServerState, response_id: str, owner: str, param: str) ->
     return found
 
 
-async def check_room(server: ServerState, owner: str, messages: Sequence[dict[str, Any]]) -> None:
-    """Check that a response can be kept, before any work is done.
+async def will_keep(
+    server: ServerState, owner: str, wanted: bool | None, messages: Sequence[dict[str, Any]]
+) -> bool:
+    """Return whether a response is kept, before any work is done: as `wanted`, or by default if it can be.
+    By default it takes the place of older ones where the tenant has no room.
 
     Raises:
-        ApiError: 400, the chat is too long; 429, the tenant has no room for it.
+        ApiError: what is wanted cannot be: 400, the chat is too long or about images; 429, the tenant has no
+            room for it.
     """
-    if len(messages) >= MAX_MESSAGES:
-        raise bad_request(f"store: a chat of {len(messages)} messages is too long to be kept", "store")
-    if full := await server.contexts.check_quota(owner):
-        raise _no_room(full)
+    if wanted is False:
+        return False
+    why = None
+    if any(isinstance(message.get("content"), list) for message in messages):
+        why = bad_request("store: a response about images is not kept: set it to false", "store")
+    elif len(messages) >= MAX_MESSAGES:
+        why = bad_request(f"store: a chat of {len(messages)} messages is too long: set it to false", "store")
+    elif (full := await server.contexts.check_quota(owner)) and (wanted or not await _oldest(server, owner)):
+        why = _no_room(full)
+    if wanted and why is not None:
+        raise why
+    return why is None
 
 
 async def keep(
     server: ServerState,
     owner: str,
     response_id: str,
+    wanted: bool | None,
     messages: Sequence[dict[str, Any]],
     answer: ReadAnswer,
     job: Job,
 ) -> None:
     """Keep a response for later requests.
 
+    Args:
+        wanted: None by default, which forgets older responses where the tenant has no room, or else this one.
+
     Raises:
-        ApiError: 429, the tenant has no room for it.
+        ApiError: 429, the tenant has no room for what it wanted.
     """
     said = message_of(answer)
     if calls := answer.complete_calls:
@@ -84,9 +101,33 @@ async def keep(
         {"model": server.model_name, "messages": [*messages, said], "ttl": _TTL, "session_id": response_id}
     )
     n_tokens = job.n_given + job.n_answer
-    kept = await server.contexts.register_session_cache(whole, tenant=owner, n_tokens=n_tokens)
-    if isinstance(kept, ErrorResponse):
-        raise _no_room(kept)
+    while True:
+        kept = await server.contexts.register_session_cache(whole, tenant=owner, n_tokens=n_tokens)
+        if not isinstance(kept, ErrorResponse):
+            return
+        if wanted:
+            raise _no_room(kept)
+        if not await _forget_oldest(server, owner):
+            return
+
+
+async def _forget_oldest(server: ServerState, owner: str) -> bool:
+    """Forget the tenant's oldest response; return False if that cannot be."""
+    if not (oldest := await _oldest(server, owner)):
+        return False
+    gone = await server.contexts.unregister_session_cache(oldest, tenant=owner)
+    return not isinstance(gone, ErrorResponse)
+
+
+async def _oldest(server: ServerState, owner: str) -> str:
+    """Return the id of the tenant's oldest response; "" if it has none."""
+    kept, after = [], _PREFIX
+    while page := await server.contexts.list_sessions(owner, after=after, limit=_PAGE):
+        kept += [each for each in page if each.session_id.startswith(_PREFIX)]
+        after = page[-1].session_id
+        if not after.startswith(_PREFIX):
+            break
+    return min(kept, key=lambda each: each.expires_at).session_id if kept else ""  # all live as long
 
 
 @router.delete("/v1/responses/{response_id}")
@@ -107,6 +148,6 @@ def _no_room(full: ErrorResponse) -> ApiError:
 def _unknown(response_id: str, param: str) -> ApiError:
     message = (
         f"response {response_id[:100]!r} is not kept here: ask for it with store=true, or send the whole "
-        f"history as input"
+        "history as input"
     )
     return ApiError(404, message, param=param, code="previous_response_not_found")

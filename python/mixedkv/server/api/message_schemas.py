@@ -251,7 +251,8 @@ def _choice(choice: AnthropicChoice | None) -> dict[str, Any]:
         if not choice.name:
             raise bad_request("tool_choice.name is missing: say which tool", "tool_choice")
         wanted = {"type": "function", "function": {"name": choice.name}}
-    return {"tool_choice": wanted, "parallel_tool_calls": not choice.disable_parallel_tool_use}
+    disabled = choice.disable_parallel_tool_use
+    return {"tool_choice": wanted, "parallel_tool_calls": None if disabled is None else not disabled}
 
 
 def _text(content: str | list[TextBlock] | None) -> str:

@@ -10,10 +10,16 @@ from pydantic import Field, field_validator, model_validator
 
 from mixedkv.limits import INT32_MAX
 from mixedkv.server.api.fields import (
+    FLAG,
     IGNORED,
+    LIST,
     MAX_MESSAGES,
     MAX_TOOLS,
+    NUMBER,
+    OBJECT,
     REFUSED,
+    TEXT,
+    TEXT_OR_LIST,
     FewMessages,
     Finite,
     Model,
@@ -21,8 +27,9 @@ from mixedkv.server.api.fields import (
     Stop,
     Text,
     TopK,
+    one_of,
 )
-from mixedkv.server.api.schemas import NamedTool, Tool
+from mixedkv.server.api.schemas import AnyChoice, Tool
 from mixedkv.server.keep_alive import parse_keep_alive
 
 _MAX_IMAGES = 64
@@ -85,7 +92,10 @@ class KeepAlive(Model):
     """The fields of all requests that use a model."""
 
     model: Name | None = None
-    keep_alive: Finite | Text | None = Field(
+    keep_alive: (
+        Annotated[Annotated[Finite, NUMBER] | Annotated[Text, TEXT], one_of("seconds, or a text such as 10m")]
+        | None
+    ) = Field(
         None,
         description="How long the model stays in memory after this request: seconds, or a text such as 10m; "
         "below zero for ever. Ignored by a server of one model without --keep-alive.",
@@ -109,10 +119,20 @@ class OllamaRequest(KeepAlive):
 
     stream: bool | None = Field(None, description="Default: true.")
     options: OllamaOptions | None = None
-    format: Literal["", "json"] | dict[str, Any] | None = Field(
-        None, description="json, or a JSON Schema that the answer follows."
-    )
-    think: bool | Literal["low", "medium", "high"] | None = None
+    format: (
+        Annotated[
+            Annotated[Literal["", "json"], TEXT] | Annotated[dict[str, Any], OBJECT],
+            one_of("json or a JSON Schema"),
+        ]
+        | None
+    ) = Field(None, description="json, or a JSON Schema that the answer follows.")
+    think: (
+        Annotated[
+            Annotated[bool, FLAG] | Annotated[Literal["low", "medium", "high"], TEXT],
+            one_of("true, false, low, medium or high"),
+        ]
+        | None
+    ) = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -144,7 +164,9 @@ Images = Annotated[list[Text], Field(max_length=_MAX_IMAGES, fail_fast=True)]
 
 class OllamaFunction(Model):
     name: Name
-    arguments: dict[str, Any] | Text = Field(default_factory=dict)
+    arguments: Annotated[
+        Annotated[dict[str, Any], OBJECT] | Annotated[Text, TEXT], one_of("an object, or its JSON")
+    ] = Field(default_factory=dict)
     index: Any = Field(None, description=IGNORED)
 
 
@@ -170,9 +192,7 @@ class OllamaChat(OllamaRequest):
     )
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
 
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
-        None, description="Ours, as OpenAI has it."
-    )
+    tool_choice: AnyChoice | None = Field(None, description="Ours, as OpenAI has it.")
 
     def as_chat(self) -> dict[str, Any]:
         """The same of OpenAI's."""
@@ -222,7 +242,10 @@ class OllamaGenerate(OllamaRequest):
 
 
 class OllamaEmbed(KeepAlive):
-    input: Text | Annotated[list[Text], Field(max_length=2048, fail_fast=True)]
+    input: Annotated[
+        Annotated[Text, TEXT] | Annotated[list[Text], Field(max_length=2048, fail_fast=True), LIST],
+        TEXT_OR_LIST,
+    ]
     truncate: bool | None = Field(None, description="Cut what is too long; default: true.")
     dimensions: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     options: OllamaOptions | None = Field(None, description=IGNORED)

@@ -14,6 +14,7 @@ from mixedkv.server.api.fields import (
     LIST,
     MAX_MESSAGES,
     MAX_TOOLS,
+    OBJECT,
     REFUSED,
     TEXT,
     TEXT_OR_LIST,
@@ -23,6 +24,7 @@ from mixedkv.server.api.fields import (
     Model,
     Name,
     Text,
+    one_of,
 )
 from mixedkv.server.api.hosted import Filtered, WithoutHosted, is_one_of
 from mixedkv.server.api.schemas import Metadata, StreamOptions
@@ -42,6 +44,19 @@ class InputImage(Model):
     detail: Name | None = Field(None, description=IGNORED)
 
 
+def _part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", "")
+    return f"~{kind}" if kind in ("output_text", "input_image") else "~text"
+
+
+AnyPart = Annotated[
+    Annotated[OutputText, Tag("~output_text")]
+    | Annotated[TextPart, Tag("~text")]
+    | Annotated[InputImage, Tag("~input_image")],
+    Discriminator(_part),
+]
+
+
 class Item(Model):
     id: Name | None = None
     status: Name | None = None
@@ -51,8 +66,7 @@ class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
-        Annotated[Text, TEXT]
-        | Annotated[list[OutputText | TextPart | InputImage], Field(fail_fast=True), LIST],
+        Annotated[Text, TEXT] | Annotated[list[AnyPart], Field(fail_fast=True), LIST],
         TEXT_OR_LIST,
         TextOrImages,
     ]
@@ -95,15 +109,15 @@ class ReasoningItem(Item):
 
 
 def _kind(item: Any) -> str:
-    """Return the type of an item; an item without one is a message."""
-    return str(item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", ""))
+    """Return the tag of an item's type; an item without one is a message."""
+    return f"~{item.get('type', 'message') if isinstance(item, dict) else getattr(item, 'type', 'message')}"
 
 
 AnyItem = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[CallItem, Tag("function_call")]
-    | Annotated[ResultItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    Annotated[MessageItem, Tag("~message")]
+    | Annotated[CallItem, Tag("~function_call")]
+    | Annotated[ResultItem, Tag("~function_call_output")]
+    | Annotated[ReasoningItem, Tag("~reasoning")],
     Discriminator(_kind),
 ]
 
@@ -154,14 +168,22 @@ class ResponsesRequest(WithoutHosted):
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tool_choice: (
+        Annotated[
+            Annotated[Literal["none", "auto", "required"], TEXT] | Annotated[NamedChoice, OBJECT],
+            one_of("none, auto, required, or a function"),
+        ]
+        | None
+    ) = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = Field(
-        None, description="true: kept for a day, for previous_response_id; default: false."
+        None,
+        description="Kept for a day, for previous_response_id; default: true, in place of the oldest one "
+        "where there is no room.",
     )
     metadata: Metadata | None = None
     user: Name | None = Field(None, description=IGNORED)
@@ -175,7 +197,7 @@ class ResponsesRequest(WithoutHosted):
     )
     max_tool_calls: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(None, description=IGNORED)
     previous_response_id: Id | None = Field(
-        None, description="Of a response with store=true: its history goes before the input."
+        None, description="Of a response that is kept: its history goes before the input."
     )
     # known, but not what this server does: see `_refuse_unsupported`
     conversation: Any = Field(None, description=REFUSED)
@@ -187,7 +209,12 @@ class ResponsesRequest(WithoutHosted):
     def drop_hosted(cls, body: dict[str, Any], filtered: Filtered) -> dict[str, Any]:
         for name, where, kinds in (("tools", "tools[]", ("function",)), ("input", "input[]", _KINDS)):
             if name in body:
-                body[name] = filtered.of(where, body[name], is_one_of(kinds))
+                given, body[name] = body[name], filtered.of(where, body[name], is_one_of(kinds))
+                if name == "input" and given and not body[name]:
+                    raise ValueError(
+                        "input: no item is of a type that this server has: give a message, function_call, "
+                        "function_call_output or reasoning"
+                    )
         choice = body.get("tool_choice")
         if isinstance(choice, dict) and choice.get("type") != "function":
             filtered.note("tool_choice")

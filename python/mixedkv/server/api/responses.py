@@ -15,12 +15,12 @@ from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.text.answer_reader import Part, ReadAnswer
 from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import chat_jobs, translated
-from mixedkv.server.api.kept_responses import ResponseId, check_room, find, history, keep
+from mixedkv.server.api.kept_responses import ResponseId, find, history, keep, will_keep
 from mixedkv.server.api.respond import respond
 from mixedkv.server.api.response_schemas import ResponsesRequest
 from mixedkv.server.api.schemas import ChatRequest
 from mixedkv.server.api.sse import PING, named_sse
-from mixedkv.server.api_error import ApiError, bad_request
+from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import ServerState, model_of, read_prompt, server_state, tenant
 
@@ -34,17 +34,14 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     server = model_of(request, body.model)
     before = await history(server, body.previous_response_id, owner)
     messages = [*before, *body.messages()]
-    if body.store:
-        if any(isinstance(message.get("content"), list) for message in messages):
-            raise bad_request("store: a response about images is not kept: leave it out", "store")
-        await check_room(server, owner, messages)
+    is_kept = await will_keep(server, owner, body.store, messages)
     jobs, chat = await read_prompt(request, _jobs, server, body, owner, messages)
-    answer = _Answer(server, body, jobs[0], chat)
+    answer = _Answer(server, body, jobs[0], chat, is_kept)
 
     async def on_event(event: Delta | Done) -> None:
         answer.read(event)
         if isinstance(event, Done):
-            await keep(server, owner, answer.id, messages, answer.answer, jobs[0])
+            await keep(server, owner, answer.id, body.store, messages, answer.answer, jobs[0])
 
     return await respond(
         request,
@@ -53,7 +50,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
         answer,
         stream=body.stream is True,
         large=False,
-        on_event=on_event if body.store else None,
+        on_event=on_event if is_kept else None,
     )
 
 
@@ -174,8 +171,10 @@ _NAMES = {"reasoning": "reasoning_text", "message": "output_text", "function_cal
 class _Answer:
     """Builds OpenAI's objects for the answer to one request: a list of items of thoughts, text and calls."""
 
-    def __init__(self, server: ServerState, body: ResponsesRequest, job: Job, chat: RenderedChat) -> None:
-        self._body, self._job, self._sampling = body, job, server.sampling
+    def __init__(
+        self, server: ServerState, body: ResponsesRequest, job: Job, chat: RenderedChat, is_kept: bool
+    ) -> None:
+        self._body, self._job, self._sampling, self._is_kept = body, job, server.sampling, is_kept
         self._parts = chat.reader()
         self._read: deque[list[Part]] = deque()  # events that have not been sent yet
         self._outputs: list[_Output] = []
@@ -273,7 +272,7 @@ class _Answer:
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": effort, "summary": None},
-            "store": bool(body.store),
+            "store": self._is_kept,
             "temperature": self._sampling["temperature"] if body.temperature is None else body.temperature,
             "text": self._text(),
             "tool_choice": self._choice(),

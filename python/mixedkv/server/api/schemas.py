@@ -12,10 +12,16 @@ from mixedkv.prompts.overflow import Overflow
 from mixedkv.server.api.chat_message import Messages, TextPart
 from mixedkv.server.api.fields import (
     IGNORED,
+    LIST,
+    LISTS,
     MAX_STOPS,
     MAX_TOOLS,
+    OBJECT,
     PREFIX_FOUND,
     REFUSED,
+    TEXT,
+    TEXT_OR_LIST,
+    TEXTS,
     Breakers,
     Few,
     Finite,
@@ -30,6 +36,7 @@ from mixedkv.server.api.fields import (
     TopK,
     few,
     few_messages,
+    one_of,
 )
 from mixedkv.sessions import CreateContextCacheRequest
 
@@ -83,6 +90,10 @@ class NamedTool(Model):
     function: NamedFunction
 
 
+AnyChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], TEXT] | Annotated[NamedTool, OBJECT],
+    one_of("none, auto, required, or a function"),
+]
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
@@ -111,7 +122,9 @@ class Prediction(Model):
     """Text that the answer may be, or much of it."""
 
     type: Literal["content"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: Annotated[
+        Annotated[Text, TEXT] | Annotated[list[TextPart], Field(fail_fast=True), LIST], TEXT_OR_LIST
+    ]
 
     @property
     def text(self) -> str:
@@ -247,7 +260,7 @@ class ChatRequest(ChatFields, GenerationFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: AnyChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_budget_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
         None, description="Tokens after which a thought is ended."
@@ -283,12 +296,14 @@ class ChatRequest(ChatFields, GenerationFields):
         return self
 
 
-Prompt = (
-    Text
-    | Annotated[list[Text], Field(min_length=1, max_length=_MAX_CHOICES, fail_fast=True)]
-    | Tokens
-    | Annotated[list[Tokens], Field(min_length=1, max_length=_MAX_CHOICES, fail_fast=True)]
-)
+_PROMPTS = Field(min_length=1, max_length=_MAX_CHOICES, fail_fast=True)
+Prompt = Annotated[
+    Annotated[Text, TEXT]
+    | Annotated[list[Text], _PROMPTS, TEXTS]
+    | Annotated[Tokens, LIST]
+    | Annotated[list[Tokens], _PROMPTS, LISTS],
+    one_of("a text, a list of texts, a list of token ids, or a list of such lists", by_items=True),
+]
 
 
 def prompts_of(prompt: Prompt) -> list[str | list[int]]:
@@ -326,7 +341,10 @@ class WarmRequest(Model):
     """A prompt to evaluate and keep: requests that start with it then do not wait for it."""
 
     model: Name | None = None
-    prompt: Text | Tokens | None = Field(None, validation_alias=AliasChoices("prompt", "text"))
+    prompt: (
+        Annotated[Annotated[Text, TEXT] | Annotated[Tokens, LIST], one_of("a text or a list of token ids")]
+        | None
+    ) = Field(None, validation_alias=AliasChoices("prompt", "text"))
     messages: Messages | None = None
     tools: Tools | None = None
 

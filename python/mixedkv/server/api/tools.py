@@ -19,11 +19,11 @@ def choice_of(body: ChatRequest) -> ToolChoice:
     Raises:
         ApiError: 400, calls conflict with other fields.
     """
-    wanted, parallel = body.tool_choice, body.parallel_tool_calls is not False
+    wanted = body.tool_choice
     if isinstance(wanted, NamedTool):
         choice = ToolChoice(mode="required", name=wanted.function.name, parallel=False)
     else:
-        choice = ToolChoice(mode=wanted or "auto", parallel=parallel)
+        choice = ToolChoice(mode=wanted or "auto", parallel=body.parallel_tool_calls)
     if not body.tools or choice.mode == "none":
         return choice
     formats = {"response_format": body.response_format, "grammar": body.grammar, "regex": body.regex}

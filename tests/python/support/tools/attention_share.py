@@ -21,7 +21,7 @@ import numpy as np
 
 from mixedkv import Llama
 from mixedkv.model.named_model import find_model
-from mixedkv.real_text import read_real_text
+from mixedkv_bench.harness.real_text import read_real_text
 
 _SINKS, _WINDOW = 4, 64  # keys that are always read
 _N_QUERIES = 256  # the last ones

@@ -17,8 +17,7 @@ import time
 from pathlib import Path
 
 import mixedkv
-from mixedkv_bench.flags import depths, number
-from mixedkv_bench.harness import context_facts
+from mixedkv_bench.arguments import depths, number
 from mixedkv_bench.harness.cache_settings import Setting, make_settings
 from mixedkv_bench.harness.contexts import MICRO_BATCH, Context, LoadedModel
 
@@ -89,7 +88,7 @@ def main() -> None:
         before = device.used()
         context = Context(model, setting, n_ctx=n_ctx, threads=1)
         run(context, args.depths, args.n_gen)
-        facts = context_facts.of_context(context)
+        facts = context.facts()
         took = (device.used() - before) / MIB
         print(f"| {setting.name} | {facts['attention']} | {facts['kv_bytes'] / MIB:,.0f} | {took:,.0f} |")
         contexts.append(context)

@@ -13,16 +13,16 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from mixedkv_bench.catalog import TESTS, Document
+from mixedkv_bench.catalog import TESTS
 from mixedkv_bench.harness.row import Row
+from mixedkv_bench.output import RunHead
 
 _WIDTH = 120
 
 _HEAD = """\
-`mixedkv bench ... --json FILE` writes one object. The file is replaced as a whole after every row, so it can
-be read at any time, and Ctrl-C leaves what was measured. For programs,
-`mixedkv_bench.catalog.Document.model_validate_json(text)` reads one and checks it. This page is made from its
-fields, by `python tests/python/support/tools/schema_page.py`.
+`mixedkv bench ... --json FILE` writes a line of JSON about the run, and then one for each row as soon as it
+is measured, so Ctrl-C leaves what there is. For programs, `mixedkv_bench.output.read_result(path)` reads a
+file and checks it. This page is made from the fields, by `python tests/python/support/tools/schema_page.py`.
 
 Numbers are plain JSON numbers; bytes are bytes, times are in seconds, rates are tokens per second,
 divergences are in nats. A field that does not apply is left out of its row.
@@ -37,9 +37,9 @@ def _lines() -> Iterator[str]:
     yield "# What `mixedkv bench` writes"
     yield ""
     yield from _paragraphs(_HEAD)
-    yield "## The object"
+    yield "## The first line"
     yield ""
-    yield from _table(Document.model_fields.items())
+    yield from _table(RunHead.model_fields.items())
     yield ""
     yield "## Every row"
     yield ""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from mixedkv import Llama
 from mixedkv.model.named_model import find_model
-from mixedkv.real_text import read_real_text
+from mixedkv_bench.harness.real_text import read_real_text
 
 LogProbs = npt.NDArray[np.float32]
 

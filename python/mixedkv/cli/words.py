@@ -1,0 +1,120 @@
+"""Words that people know from other programs: further names of our options, and what is said of those that
+have none here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Iterable
+from typing import Any
+
+from mixedkv.cli.values import positive
+from mixedkv.config.spec import did_you_mean
+from mixedkv.model.hub_model import PREFIX
+
+# beside `--` and the name of a field
+_SHORT = {
+    "model": "-m",
+    "n_ctx": "-c",
+    "n_gpu_layers": "-ngl",
+    "threads": "-t",
+    "n_batch": "-b",
+    "parallel": "-np",
+}
+_LONG = {
+    "model_name": "--alias",
+    "n_ctx": "--ctx-size",
+    "n_gpu_layers": "--gpu-layers",
+    "n_batch": "--batch-size",
+}
+
+_FLASH = "attention over quantised rows is fused unless --kv says attention=merged"
+_INSTEAD = {
+    "--api-key": "keys stand in a file, whose lines are NAME:KEY: --api-key-file FILE",
+    "--ubatch-size": "steps are as large as the batch: --n-batch N",
+    "--threads-batch": "prompts and answers use the same threads: --threads N",
+    "-fa": _FLASH,
+    "--flash-attn": _FLASH,
+    "--conversation": "`mixedkv chat` is the conversation",
+}
+_THOUSANDS = re.compile(r"(\d{1,6})k", re.IGNORECASE | re.ASCII)
+
+
+def flags(field: str) -> list[str]:
+    """Return all names of an option; argparse calls it by the first long one, which is ours."""
+    names = (_SHORT.get(field), "--" + field.replace("_", "-"), _LONG.get(field))
+    return [name for name in names if name is not None]
+
+
+def add_words(parser: ArgumentParser, model: type[argparse.Action] | str = "store") -> None:
+    """Declare options of llama.cpp that say what others of ours say."""
+    parser.add_argument(
+        "-hf", "--hf-repo", metavar="REPO", dest="model", action=model, type=_of_hub, help="as -m hf:REPO"
+    )
+    parser.add_argument("-ctk", "--cache-type-k", metavar="TYPE", help="as --kv TYPE, for K")
+    parser.add_argument("-ctv", "--cache-type-v", metavar="TYPE", help="as --kv TYPE, for V")
+    parser.add_argument("--jinja", action="store_true", help=argparse.SUPPRESS)  # templates always are
+
+
+def take_words(args: argparse.Namespace) -> None:
+    """Put what `add_words` read into `kv`.
+
+    Raises:
+        ValueError: types and --kv are both given.
+    """
+    k, v = args.cache_type_k, args.cache_type_v
+    if k is None and v is None:
+        return
+    if args.kv is not None:
+        raise ValueError(f"--kv {args.kv} and -ctk or -ctv: give one of them")
+    args.kv = f"{k or 'f16'}/{v or 'f16'}" if k != v else k
+
+
+def tokens(text: str) -> int:
+    """Parse a number of tokens, 32768 or 32k; 0 is the default."""
+    if text == "0":
+        return 0
+    found = _THOUSANDS.fullmatch(text)
+    return positive(str(int(found[1]) * 1024) if found else text)
+
+
+def one_model(args: argparse.Namespace) -> str | None:
+    """Return the model of a command that takes it with -m or in its place.
+
+    Raises:
+        ValueError: there are two.
+    """
+    option: str | None = args.model
+    place: str | None = args.in_place
+    if option is not None and place is not None:
+        raise ValueError(f"two models are given, {option} and {place}: one is enough")
+    return option if place is None else place
+
+
+def is_model_file(text: str) -> bool:
+    """Return whether a text is the name of a GGUF file, there or not, and no prompt."""
+    return text.endswith(".gguf") and len(text.split()) == 1
+
+
+def unknown(words: Iterable[str], known: Iterable[str]) -> str:
+    """Return what is said of arguments that a command does not have."""
+    word = next(iter(words))
+    name = word.partition("=")[0]
+    if name in _INSTEAD:
+        return f"there is no {name}: {_INSTEAD[name]}"
+    if not word.startswith("-"):
+        return f"{word!r} is one argument too many"
+    return f"there is no option {name}{did_you_mean(name, known)}"
+
+
+def _of_hub(text: str) -> str:
+    if not re.fullmatch(r"[^/\s]+/[^/\s]+", text):
+        raise ArgumentTypeError(f"{text!r}: write OWNER/REPO or OWNER/REPO:FILE")
+    return PREFIX + text
+
+
+def add_place(parser: ArgumentParser, **options: Any) -> None:
+    """Declare a model that stands without -m."""
+    parser.add_argument("in_place", metavar="MODEL", help="a model, as with -m", **options)

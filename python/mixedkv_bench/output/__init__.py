@@ -1,1 +1,0 @@
-"""Output of a run: rows, tables, pictures."""

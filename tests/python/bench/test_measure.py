@@ -1,0 +1,77 @@
+"""The scripts of tests/measure, from which the pages have figures, run and say what they measured."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mixedkv.bundled import model_path
+from support import REPOSITORY
+from support.bench_support import run
+
+pytestmark = pytest.mark.nightly
+
+MEASURE = REPOSITORY / "tests" / "measure"
+SERVER = "{} -m mixedkv serve --kv mixed --n-ctx 2048 --parallel 2 --threads 1 --port {{port}}"
+
+
+def measure(script: str, *arguments: str) -> str:
+    """What a script prints."""
+    command = [sys.executable, str(MEASURE / f"{script}.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_aged() -> None:
+    small = ["--clients", "3", "--steps", "20", "--repeats", "1", "--n-gen", "4"]
+    assert "mixed  " in measure("aged", "--kv", "mixed", *small)
+
+
+def test_speculation() -> None:
+    out = measure("speculation", "--depth", "300", "--n-gen", "8", "--repeats", "1")
+    assert [line.partition(":")[0] for line in out.splitlines()] == [
+        "repeats", "is certain", "goes on", "is unlike"
+    ]  # fmt: skip
+
+
+def test_store() -> None:
+    small = ["--n-prompt", "256", "--turns", "1", "--repeats", "1", "--threads", "1"]
+    lines = measure("store", "--kv", "mixed", *small).splitlines()
+    tiers = [line.partition(":")[0] for line in lines]
+    assert tiers == [f"mixed, {x}" for x in ("cold", "ram", "disk", "encrypted", "new process", "turn 1")]
+
+
+def test_serve() -> None:
+    small = ["--clients", "2", "--turns", "2", "--n-prompt", "200", "--n-gen", "4", "--repeats", "1"]
+    out = measure("serve", *small, SERVER.format(sys.executable))
+    assert "2 clients:" in out
+    assert "of prompts cached" in out
+
+
+def test_split() -> None:
+    pytest.importorskip("grpc", reason="needs the extra `split`")
+    out = measure("split", "--kv", "mixed", "--n-prompt", "32", "--n-gen", "4", "--repeats", "1")
+    assert "mixed, 100 ms: call 1" in out
+    assert "mixed, 8 clients:" in out
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="control groups are made by root")
+def test_streaming() -> None:
+    small = ["--memory", "1GiB", "--modes", "direct", "--clients", "2", "--n-gen", "2"]
+    out = measure("streaming", "-m", str(model_path()), *small)
+    assert out.splitlines()[1].startswith("direct in 1 GiB")
+    assert "others" not in out
+
+
+def test_plots(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="draws with matplotlib")
+    small = ["--depths", "0,64", "--repeats", "1", "--n-prompt", "8", "--n-gen", "2"]
+    run(tmp_path / "s.json", "speed", "--kv", "mixed", *small)
+    picture = tmp_path / "s.png"
+    measure("plots", "speed", str(tmp_path / "s.json"), str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
