@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -310,13 +311,14 @@ def test_kv_is_kept_on_disk_and_tenants_are_apart(options: list[str], tmp_path: 
 @pytest.mark.core
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_the_router(options: list[str], number: int) -> None:
-    with running(*options) as server:
+    with TemporaryDirectory() as folder, running(*options, environ={"TMPDIR": folder}) as server:
         for name in ("one", "two"):
             ask(server, name, max_tokens=1)
         pids = children(server.process.pid)
         assert len(pids) == 2
         assert server.stop(number) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
         wait_for(lambda: not any(map(lives, pids)))
+        assert not list(Path(folder).glob("mixedkv-*")), "nor does a folder with sessions"
         assert "Traceback" not in server.log
 
 
