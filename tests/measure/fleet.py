@@ -53,6 +53,7 @@ def main() -> None:
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, _system_config=own)
     ray_serve.start(http_options={"host": "127.0.0.1", "port": port})
     options: dict[str, Any] = {"model": path, "kv": args.kv, "n_ctx": _TOKENS * args.clients, "cpus": 0.01}
+    options["metadata_url"] = "sqlite:"  # nobody asks for sessions here
     options |= {"threads": args.threads, "parallel": args.clients, "replicas": args.replicas}
     for remote in (None, args.remote) if args.remote else (None,):
         for routing in _ROUTINGS:

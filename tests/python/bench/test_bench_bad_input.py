@@ -28,7 +28,7 @@ def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     [
         (["speed", "--kv", "q3"], "kv='q3' names no cache: use one of"),
         (["speed", "--kv", "mixed:window=3"], "unknown key 'window'"),
-        (["speed", "--kv", "mixed:best"], "known keys"),
+        (["speed", "--kv", "mixed:best"], "neither a preset"),
         (["speed", "--depths", "9000"], "use at most 7680"),
         (["speed", "--depths", "0,x"], "'x' is not a whole number"),
         (["speed", "--depths", "-5"], "argument --depths"),
