@@ -8,14 +8,14 @@
 #include <algorithm>
 #include <limits>
 
-std::vector<llama_kv_truth::row> & llama_kv_truth::of(const llama_kv_cache & kv, uint32_t strm) {
-    auto & res = rows[{ &kv, strm }];
-    res.resize(kv.get_size());
+llama_kv_truth::stream & llama_kv_truth::of(const llama_kv_cache & kv, uint32_t strm) {
+    auto & res = streams[{ &kv, strm }];
+    res.rows.resize(kv.get_size());
     return res;
 }
 
 mixedkv_truth llama_kv_truth::get(const llama_kv_cache & kv, uint32_t strm, uint32_t cell) {
-    row &           res = of(kv, strm)[cell];
+    row &           res = of(kv, strm).rows[cell];
     const llama_pos pos = kv_access::get_cells(kv)[strm].pos_get(cell);
 
     if (res.pos != pos) {
@@ -26,17 +26,23 @@ mixedkv_truth llama_kv_truth::get(const llama_kv_cache & kv, uint32_t strm, uint
 }
 
 void llama_kv_truth::set(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_truth truth, llama_token token) {
-    of(kv, strm)[cell] = { kv_access::get_cells(kv)[strm].pos_get(cell), token, truth };
+    stream & into = of(kv, strm);
+
+    into.rows[cell] = { kv_access::get_cells(kv)[strm].pos_get(cell), token, truth };
+    into.has_less   = into.has_less || truth > MIXEDKV_COMPUTED;
+}
+
+void llama_kv_truth::limit_cell(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_truth truth) {
+    const mixedkv_truth now = get(kv, strm, cell);
+    set(kv, strm, cell, std::max(now, truth), of(kv, strm).rows[cell].token);
 }
 
 void llama_kv_truth::limit(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, llama_pos p1, mixedkv_truth truth) {
     for (const auto * kv : llama_kv_mixed_caches(memory)) {
-        const uint32_t strm  = kv->get_stream(seq_id);
-        const auto &   there = kv->get_cells(seq_id).seq_pos_get(seq_id);
+        const auto & there = kv->get_cells(seq_id).seq_pos_get(seq_id);
 
         for (auto it = there.lower_bound({ p0, 0 }); it != there.end() && (p1 < 0 || it->first < p1); ++it) {
-            const mixedkv_truth now = get(*kv, strm, it->second);
-            of(*kv, strm)[it->second].truth = std::max(now, truth);
+            limit_cell(*kv, kv->get_stream(seq_id), it->second, truth);
         }
     }
 }
@@ -62,29 +68,42 @@ void llama_kv_truth::follow(llama_memory_i * memory, const llama_kv_cache & kv, 
         const auto it = from.lower_bound({ pos, 0 });
         if (it != from.end() && it->first == pos) {
             const mixedkv_truth truth = get(full, strm, it->second);
-            set(kv, kv.get_stream(seq_id), cell, truth, of(full, strm)[it->second].token);
+            set(kv, kv.get_stream(seq_id), cell, truth, of(full, strm).rows[it->second].token);
         }
     }
 }
 
 void llama_kv_truth::forget(llama_seq_id seq_id, bool partial) {
-    for (auto & [key, known] : rows) {
+    for (auto & [key, known] : streams) {
         if (partial && kv_access::get_n_swa(*key.first) == 0) {
             continue;
         }
 
         const auto & cells = kv_access::get_cells(*key.first)[key.second];
-        for (uint32_t i = 0; i < known.size(); ++i) {
+        for (uint32_t i = 0; i < known.rows.size(); ++i) {
             if (cells.is_empty(i) || seq_id < 0 || cells.seq_has(i, seq_id)) {
-                known[i] = row();
+                known.rows[i] = row();
             }
         }
+        known.has_less = true;
     }
 }
 
 void llama_kv_truth::copy_stream(const llama_kv_cache & kv, uint32_t from, uint32_t to) {
     const auto known = of(kv, from);
     of(kv, to) = known;
+}
+
+void llama_kv_truth::note_shifts(const llama_kv_cache & kv) {
+    for (uint32_t s = 0; s < kv.get_n_stream(); ++s) {
+        const auto & cells = kv_access::get_cells(kv)[s];
+
+        for (uint32_t i = cells.used_min(); i < cells.used_max_p1(); ++i) {
+            if (!cells.is_empty(i) && cells.get_shift(i) != 0) {
+                limit_cell(kv, s, i, MIXEDKV_APPROXIMATE);
+            }
+        }
+    }
 }
 
 llama_pos llama_kv_truth::count_computed(
@@ -100,7 +119,7 @@ llama_pos llama_kv_truth::count_computed(
         for (const auto & [pos, cell] : cells.seq_pos_get(seq_id)) {
             bool good = (pos <= next || slides) && get(*kv, strm, cell) == MIXEDKV_COMPUTED;
             if (good && pos >= p0 && pos - p0 < llama_pos(n)) {
-                const llama_token token = of(*kv, strm)[cell].token;
+                const llama_token token = of(*kv, strm).rows[cell].token;
                 good = token == LLAMA_TOKEN_NULL || token == tokens[pos - p0];
             }
             if (!good) {
@@ -120,19 +139,16 @@ llama_pos llama_kv_truth::count_computed(
 // steps
 //
 
-namespace {
-
-struct sequence {
+struct llama_kv_truth_seq {
     llama_seq_id  id;
-    llama_pos     first = std::numeric_limits<llama_pos>::max(); // of the ubatch
-    llama_pos     last  = -1;
-    mixedkv_truth worst = MIXEDKV_COMPUTED;
+    llama_pos     first      = std::numeric_limits<llama_pos>::max(); // of the ubatch
+    llama_pos     last       = -1;
+    llama_pos     short_from = std::numeric_limits<llama_pos>::max(); // without F16 rows that have made room for others
+    mixedkv_truth worst      = MIXEDKV_COMPUTED;
 };
 
-} // namespace
-
-static std::vector<sequence> get_sequences(const llama_ubatch & ubatch) {
-    std::vector<sequence> res;
+static std::vector<llama_kv_truth_seq> get_sequences(const llama_ubatch & ubatch) {
+    std::vector<llama_kv_truth_seq> res;
     std::vector<int32_t>  at(LLAMA_MAX_SEQ, -1);
 
     for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
@@ -227,6 +243,48 @@ template <typename F> static void for_each_cell(const llama_kv_cache & kv, const
     }
 }
 
+// what a sequence lacked in one cache, besides what is wrong with the rows that are there
+static void note_missing(const llama_kv_cache & kv, bool lacks_hot, llama_kv_truth_seq & seq) {
+    // an image has several rows at a position
+    if (!kv.has_cell_ext() && !has_run(kv.get_cells(seq.id), seq.id, first_seen(kv, seq.first))) {
+        seq.worst = std::max(seq.worst, MIXEDKV_INCOMPLETE);
+    }
+    if (lacks_hot) {
+        seq.worst = std::max(seq.worst, MIXEDKV_APPROXIMATE);
+    }
+
+    const auto *    mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
+    const llama_pos from  = mixed ? mixed->get_hot().get_slots().get_use().short_from[seq.id] : -1;
+    if (from >= 0) {
+        seq.short_from = std::min(seq.short_from, from);
+    }
+}
+
+void llama_kv_truth::note_worst(const llama_kv_cache & kv, uint32_t strm, const std::vector<llama_kv_truth_seq *> & seqs) {
+    const auto & cells = kv_access::get_cells(kv)[strm];
+    stream &     known = of(kv, strm);
+
+    if (!known.has_less) {
+        return;
+    }
+
+    known.has_less = false;
+    for (uint32_t i = cells.used_min(); i < cells.used_max_p1(); ++i) {
+        if (cells.is_empty(i) || (known.rows[i].pos == cells.pos_get(i) && known.rows[i].truth == MIXEDKV_COMPUTED)) {
+            continue;
+        }
+
+        known.has_less = true;
+
+        const llama_pos pos = cells.pos_get(i);
+        for (auto * seq : seqs) {
+            if (cells.seq_has(i, seq->id) && pos < seq->last && !kv_access::is_masked(kv, pos, seq->first)) {
+                seq->worst = std::max(seq->worst, get(kv, strm, i));
+            }
+        }
+    }
+}
+
 void llama_kv_truth::end_step(llama_memory_i * memory, const llama_ubatch & ubatch) {
     const auto caches = llama_kv_mixed_caches(memory);
 
@@ -238,61 +296,40 @@ void llama_kv_truth::end_step(llama_memory_i * memory, const llama_ubatch & ubat
             set(*kv, kv->get_stream(ubatch.seq_id[i][0]), cell, MIXEDKV_COMPUTED, token);
         });
 
-        std::map<uint32_t, std::vector<sequence *>> by_stream;
+        std::map<uint32_t, std::vector<llama_kv_truth_seq *>> by_stream;
         for (auto & seq : seqs) {
+            note_missing(*kv, lacks_hot[seq.id], seq);
             by_stream[kv->get_stream(seq.id)].push_back(&seq);
-
-            // an image has several rows at a position
-            if (!kv->has_cell_ext() && !has_run(kv->get_cells(seq.id), seq.id, first_seen(*kv, seq.first))) {
-                seq.worst = std::max(seq.worst, MIXEDKV_INCOMPLETE);
-            }
-            if (lacks_hot[seq.id]) {
-                seq.worst = std::max(seq.worst, MIXEDKV_APPROXIMATE);
-            }
         }
-
         for (const auto & [strm, members] : by_stream) {
-            const auto & cells = kv_access::get_cells(*kv)[strm];
-            const auto & known = of(*kv, strm);
-
-            for (uint32_t i = cells.used_min(); i < cells.used_max_p1(); ++i) {
-                if (cells.is_empty(i) || (known[i].pos == cells.pos_get(i) && known[i].truth == MIXEDKV_COMPUTED)) {
-                    continue;
-                }
-                for (auto * seq : members) {
-                    const llama_pos pos = cells.pos_get(i);
-                    if (cells.seq_has(i, seq->id) && pos < seq->last && !kv_access::is_masked(*kv, pos, seq->first)) {
-                        seq->worst = std::max(seq->worst, get(*kv, strm, i));
-                    }
-                }
-            }
+            note_worst(*kv, strm, members);
         }
     }
 
-    std::vector<mixedkv_truth> worst(LLAMA_MAX_SEQ, MIXEDKV_COMPUTED);
-    std::vector<llama_pos>     from (LLAMA_MAX_SEQ, -1); // without F16 rows that have made room for others
-    bool                       all_good = true;
+    limit_step(caches, ubatch, seqs);
+}
+
+void llama_kv_truth::limit_step(
+        const std::vector<llama_kv_cache *> & caches, const llama_ubatch & ubatch, const std::vector<llama_kv_truth_seq> & seqs) {
+    std::map<llama_seq_id, const llama_kv_truth_seq *> less;
 
     for (const auto & seq : seqs) {
-        worst[seq.id] = seq.worst;
-        for (const auto * kv : caches) {
-            const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(kv);
-            from[seq.id] = std::max(from[seq.id], mixed ? mixed->get_hot().get_slots().get_use().short_from[seq.id] : -1);
+        if (seq.worst > MIXEDKV_COMPUTED || seq.short_from <= seq.last) {
+            less[seq.id] = &seq;
         }
-        all_good = all_good && seq.worst == MIXEDKV_COMPUTED && from[seq.id] < 0;
     }
 
     for (const auto * kv : caches) {
-        if (all_good) {
+        if (less.empty()) {
             break;
         }
         for_each_cell(*kv, ubatch, [&](uint32_t i, uint32_t cell) {
-            row & known = of(*kv, kv->get_stream(ubatch.seq_id[i][0]))[cell];
             for (int32_t j = 0; j < ubatch.n_seq_id[i]; ++j) {
-                const llama_seq_id s = ubatch.seq_id[i][j];
-                known.truth = std::max(known.truth, worst[s]);
-                if (from[s] >= 0 && from[s] <= ubatch.pos[i]) {
-                    known.truth = std::max(known.truth, MIXEDKV_APPROXIMATE);
+                const auto it = less.find(ubatch.seq_id[i][j]);
+                if (it != less.end()) {
+                    const bool is_short = it->second->short_from <= ubatch.pos[i];
+                    limit_cell(*kv, kv->get_stream(it->first), cell,
+                        std::max(it->second->worst, is_short ? MIXEDKV_APPROXIMATE : MIXEDKV_COMPUTED));
                 }
             }
         });

@@ -3,7 +3,7 @@
 // What each row is: computed from the start, or something less. Kept beside the cells, by cell, for every attention cache.
 //
 // Who calls it: llama_step, which lets no token be better than the worst that it attends to; llama_kv_cache::update, where it
-// copies streams; blocks of rows that come in; the C API.
+// copies streams and turns keys; blocks of rows that come in; the C API.
 
 #include "mixedkv/mixedkv.h"
 
@@ -18,6 +18,8 @@
 class llama_kv_cache;
 class llama_kv_cells;
 class llama_memory_i;
+
+struct llama_kv_truth_seq; // one of a step's
 
 class llama_kv_truth {
 public:
@@ -48,6 +50,9 @@ public:
     // llama_kv_cache::update: rows of stream `to` are those of `from`
     void copy_stream(const llama_kv_cache & kv, uint32_t from, uint32_t to);
 
+    // llama_kv_cache::update: rows that have moved since the last one are approximate
+    void note_shifts(const llama_kv_cache & kv);
+
     // leading rows of a sequence that are computed, in all caches; those at [p0, p0 + n) of these tokens
     llama_pos count_computed(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, const llama_token * tokens, uint32_t n);
 
@@ -62,9 +67,25 @@ public:
     std::string refused;
 
 private:
-    std::map<std::pair<const llama_kv_cache *, uint32_t>, std::vector<row>> rows;
+    // All that fills cells or changes positions says so here: where nothing less than computed has come, a step looks at no cell.
+    struct stream {
+        std::vector<row> rows;
+        bool             has_less = true; // maybe: as long as no look at all cells has found that there is none
+    };
+
+    std::map<std::pair<const llama_kv_cache *, uint32_t>, stream> streams;
 
     std::vector<bool> lacks_hot; // by sequence, of the step at hand
 
-    std::vector<row> & of(const llama_kv_cache & kv, uint32_t strm);
+    stream & of(const llama_kv_cache & kv, uint32_t strm);
+
+    // a step's sequences of a stream are no better than the worst row that they attend to
+    void note_worst(const llama_kv_cache & kv, uint32_t strm, const std::vector<llama_kv_truth_seq *> & seqs);
+
+    // rows of the ubatch are no better than what was found of their sequences
+    void limit_step(const std::vector<llama_kv_cache *> & caches, const llama_ubatch & ubatch,
+                    const std::vector<llama_kv_truth_seq> & seqs);
+
+    // the cell's row is no better than this
+    void limit_cell(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_truth truth);
 };

@@ -308,7 +308,6 @@ class KVCache(Evaluating):
             self._shift_tokens(p0, min(end, self._llama.n_tokens), by)
         before = self._at()
         llama_cpp.llama_memory_seq_add(self._memory, seq, p0, p1, by)
-        _core.limit_truth(self._address, seq, max(0, p0 + by), end + by, APPROXIMATE)
         if seq != 0 and self._at() != before:
             self._llama.n_tokens = 0
 

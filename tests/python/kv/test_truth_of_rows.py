@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import numpy as np
 import pytest
 
@@ -88,6 +89,21 @@ def test_shared_cells_that_move_move_for_all(llm: Llama) -> None:
     llm.kv.shift(1, 80, 110, -30)
     assert llm.n_tokens == 0
     assert llm.kv.exact(1, TOKENS[:50]) == 50
+
+
+def test_rows_that_were_moved_and_moved_back_are_approximate(llm: Llama) -> None:
+    """Two turns of a key round twice. llama.cpp's own function moves them, past `llm.kv`."""
+    llm.kv.remove(0, 50)
+    memory = llama_cpp.llama_get_memory(llm.ctx)
+    llama_cpp.llama_memory_seq_add(memory, 0, 10, 50, 7)
+    llama_cpp.llama_memory_seq_add(memory, 0, 17, 57, -7)
+    assert llm.kv.exact_tokens == 50  # nothing was turned in between
+    llama_cpp.llama_memory_seq_add(memory, 0, 10, 50, 7)
+    assert llm.kv.exact(0, TOKENS[:10]) == 10
+    llama_cpp.llama_memory_seq_add(memory, 0, 17, 57, -7)
+    assert llm.kv.exact_tokens == 10
+    llm.eval(TOKENS[:3])
+    assert llm.kv.exact_tokens == 10
 
 
 def test_a_state_is_doubted_in_cells_that_were_not(zoo_path: Callable[[str], Path]) -> None:
