@@ -37,6 +37,11 @@ void llama_kv_truth::limit_cell(const llama_kv_cache & kv, uint32_t strm, uint32
     set(kv, strm, cell, std::max(now, truth), of(kv, strm).rows[cell].token);
 }
 
+bool llama_kv_truth::is_of(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, llama_token token) {
+    const llama_token known = of(kv, strm).rows[cell].token;
+    return known == LLAMA_TOKEN_NULL || known == token;
+}
+
 void llama_kv_truth::limit(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, llama_pos p1, mixedkv_truth truth) {
     for (const auto * kv : llama_kv_mixed_caches(memory)) {
         const auto & there = kv->get_cells(seq_id).seq_pos_get(seq_id);
@@ -119,8 +124,7 @@ llama_pos llama_kv_truth::count_computed(
         for (const auto & [pos, cell] : cells.seq_pos_get(seq_id)) {
             bool good = (pos <= next || slides) && get(*kv, strm, cell) == MIXEDKV_COMPUTED;
             if (good && pos >= p0 && pos - p0 < llama_pos(n)) {
-                const llama_token token = of(*kv, strm).rows[cell].token;
-                good = token == LLAMA_TOKEN_NULL || token == tokens[pos - p0];
+                good = is_of(*kv, strm, cell, tokens[pos - p0]);
             }
             if (!good) {
                 res = std::min(res, slides ? pos : next);
@@ -130,6 +134,34 @@ llama_pos llama_kv_truth::count_computed(
             next = kv->has_cell_ext() ? std::max({ next, pos + 1, ext.x + 1, ext.y + 1 }) : pos + 1;
         }
         res = slides ? res : std::min(res, next);
+    }
+
+    return res;
+}
+
+std::vector<mixedkv_truth> llama_kv_truth::ask(
+        llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, const llama_token * tokens, uint32_t n) {
+    const auto caches = llama_kv_mixed_caches(memory);
+
+    std::vector<mixedkv_truth> res(n, MIXEDKV_COMPUTED);
+
+    for (const auto * kv : caches) {
+        const uint32_t strm   = kv->get_stream(seq_id);
+        const auto &   there  = kv->get_cells(seq_id).seq_pos_get(seq_id);
+        const bool     slides = kv_access::get_n_swa(*kv) > 0;
+
+        auto it = there.lower_bound({ p0, 0 });
+        for (uint32_t i = 0; i < n; ++i) {
+            const llama_pos pos = p0 + llama_pos(i);
+            // a window keeps no others, and an image has its rows at the first of the positions that it covers
+            if ((it == there.end() || it->first != pos) && !slides) {
+                res[i] = kv->has_cell_ext() && i > 0 ? res[i - 1] : MIXEDKV_DOUBTED;
+            }
+            for (; it != there.end() && it->first == pos; ++it) {
+                const auto truth = is_of(*kv, strm, it->second, tokens[i]) ? get(*kv, strm, it->second) : MIXEDKV_DOUBTED;
+                res[i] = std::max(res[i], truth);
+            }
+        }
     }
 
     return res;

@@ -56,6 +56,10 @@ public:
     // leading rows of a sequence that are computed, in all caches; those at [p0, p0 + n) of these tokens
     llama_pos count_computed(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, const llama_token * tokens, uint32_t n);
 
+    // what the rows of a sequence at [p0, p0 + n) are, the worst of all caches; of other tokens, or none: doubted
+    std::vector<mixedkv_truth> ask(
+        llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, const llama_token * tokens, uint32_t n);
+
     // Before a micro-batch is placed: empty, or which row a sliding window has let go of that its tokens read. Also notes which
     // of its sequences lack F16 rows.
     std::string begin_step(llama_memory_i * memory, const llama_ubatch & ubatch);
@@ -85,6 +89,9 @@ private:
     // rows of the ubatch are no better than what was found of their sequences
     void limit_step(const std::vector<llama_kv_cache *> & caches, const llama_ubatch & ubatch,
                     const std::vector<llama_kv_truth_seq> & seqs);
+
+    // the cell's row is of this token, or of one that is not known
+    bool is_of(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, llama_token token);
 
     // the cell's row is no better than this
     void limit_cell(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_truth truth);

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
-import numpy as np
 import pytest
 
 from mixedkv import KVBlock, Llama
@@ -56,7 +55,7 @@ def test_a_block_says_it_on_every_way(llm: Llama) -> None:
     llm.kv.copy(0, 1)
     llm.reset()
     assert llm.kv.export(1, tokens=TOKENS).n_exact == 120
-    with KVStore(None) as store, pytest.raises(ValueError, match="position 120 on"):
+    with KVStore(None) as store, pytest.raises(ValueError, match="position 120 is doubted"):
         store.put(Identity.of(llm), again)
     llm.kv.remove(0)
     llm.kv.load(again)
@@ -65,7 +64,7 @@ def test_a_block_says_it_on_every_way(llm: Llama) -> None:
 
 def test_a_block_that_does_not_say_is_doubted(llm: Llama) -> None:
     block = llm.kv.export(p1=100)
-    description = {name: value for name, value in block.describe().items() if name != "n_exact"}
+    description = {name: value for name, value in block.describe().items() if name != "truth"}
     llm.reset()
     llm.kv.load(KVBlock.from_arrays(description, block.to_arrays()))
     assert (llm.n_tokens, llm.kv.exact_tokens) == (100, 0)
@@ -140,7 +139,7 @@ def test_sequences_of_an_engine(kv: str, zoo_path: Callable[[str], Path]) -> Non
         cache.generate(TOKENS[:80] + OTHER[:30], max_tokens=4, temperature=0)
         held = cache.engine.call(
             lambda: [
-                (seq.exact, len(seq.tokens), llm.kv.exact(seq.id, np.asarray(seq.tokens, np.int32)))
+                (cache.engine.pool.is_exact(seq), len(seq.tokens), llm.kv.exact(seq.id, seq.tokens))
                 for seq in cache.engine.pool.held()
             ]
         ).result()
