@@ -127,7 +127,7 @@ llama_pos llama_kv_truth::count_computed(
                 good = is_of(*kv, strm, cell, tokens[pos - p0]);
             }
             if (!good) {
-                res = std::min(res, slides ? pos : next);
+                res = std::min(res, slides ? pos : std::min(pos, next)); // the position may be there twice
                 break;
             }
             const auto & ext = cells.ext_get(cell);

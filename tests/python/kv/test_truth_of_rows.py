@@ -90,6 +90,14 @@ def test_shared_cells_that_move_move_for_all(llm: Llama) -> None:
     assert llm.kv.exact(1, TOKENS[:50]) == 50
 
 
+def test_a_position_that_is_there_twice_is_not_vouched_for(llm: Llama) -> None:
+    """Cells that another sequence shares move onto a position that it has already."""
+    llm.kv.copy(0, 1)
+    llm.kv.remove(1, 50, 80)
+    llm.kv.shift(1, 80, 110, -31)
+    assert llm.kv.exact(0, TOKENS) == 49
+
+
 def test_rows_that_were_moved_and_moved_back_are_approximate(llm: Llama) -> None:
     """Two turns of a key round twice. llama.cpp's own function moves them, past `llm.kv`."""
     llm.kv.remove(0, 50)
