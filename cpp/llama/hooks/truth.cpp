@@ -6,6 +6,7 @@
 #include "rows/access.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 
 llama_kv_truth::stream & llama_kv_truth::of(const llama_kv_cache & kv, uint32_t strm) {
@@ -19,22 +20,24 @@ mixedkv_truth llama_kv_truth::get(const llama_kv_cache & kv, uint32_t strm, uint
     const llama_pos pos = kv_access::get_cells(kv)[strm].pos_get(cell);
 
     if (res.pos != pos) {
-        res = { pos, res.token, res.pos < 0 ? MIXEDKV_DOUBTED : std::max(MIXEDKV_APPROXIMATE, res.truth) };
+        res = { pos, res.token, res.pos < 0 ? MIXEDKV_DOUBTED : std::max(MIXEDKV_APPROXIMATE, res.truth), res.past };
     }
 
     return res.truth;
 }
 
-void llama_kv_truth::set(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_truth truth, llama_token token) {
+void llama_kv_truth::set(
+        const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_truth truth, llama_token token, uint64_t past) {
     stream & into = of(kv, strm);
 
-    into.rows[cell] = { kv_access::get_cells(kv)[strm].pos_get(cell), token, truth };
+    into.rows[cell] = { kv_access::get_cells(kv)[strm].pos_get(cell), token, truth, past };
     into.has_less   = into.has_less || truth > MIXEDKV_COMPUTED;
 }
 
 void llama_kv_truth::limit_cell(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_truth truth) {
-    const mixedkv_truth now = get(kv, strm, cell);
-    set(kv, strm, cell, std::max(now, truth), of(kv, strm).rows[cell].token);
+    const mixedkv_truth now   = get(kv, strm, cell);
+    const row           known = of(kv, strm).rows[cell];
+    set(kv, strm, cell, std::max(now, truth), known.token, known.past);
 }
 
 bool llama_kv_truth::is_of(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, llama_token token) {
@@ -52,14 +55,34 @@ void llama_kv_truth::limit(llama_memory_i * memory, llama_seq_id seq_id, llama_p
     }
 }
 
-void llama_kv_truth::say(
-        llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, const llama_token * tokens, uint32_t n, mixedkv_truth truth) {
+uint64_t llama_kv_truth::extend_past(uint64_t past, llama_token token) {
+    past = (past ^ uint64_t(std::max(token, -1) + 2))*0x9e3779b97f4a7c15; // all images are the same
+    return past ^ (past >> 29);
+}
+
+uint64_t llama_kv_truth::past_of(const llama_kv_cache & kv, llama_seq_id seq_id, llama_pos p0) {
+    const auto & there = kv.get_cells(seq_id).seq_pos_get(seq_id);
+    const auto   it    = there.lower_bound({ p0, 0 });
+    return it == there.begin() ? 0 : of(kv, kv.get_stream(seq_id)).rows[std::prev(it)->second].past;
+}
+
+uint64_t llama_kv_truth::get_past(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0) {
+    return past_of(*llama_kv_mixed_caches(memory)[0], seq_id, p0);
+}
+
+void llama_kv_truth::say(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, uint64_t past, const llama_token * tokens,
+                         uint32_t n, mixedkv_truth truth) {
+    if (get_past(memory, seq_id, p0) != past) {
+        truth = std::max(truth, MIXEDKV_APPROXIMATE);
+    }
+
     for (const auto * kv : llama_kv_mixed_caches(memory)) {
         const uint32_t strm  = kv->get_stream(seq_id);
         const auto &   there = kv->get_cells(seq_id).seq_pos_get(seq_id);
 
         for (auto it = there.lower_bound({ p0, 0 }); it != there.end() && it->first - p0 < llama_pos(n); ++it) {
-            set(*kv, strm, it->second, truth, tokens[it->first - p0]);
+            const llama_token token = tokens[it->first - p0];
+            set(*kv, strm, it->second, truth, token, extend_past(past_of(*kv, seq_id, it->first), token));
         }
     }
 }
@@ -121,8 +144,13 @@ llama_pos llama_kv_truth::count_computed(
         const bool     slides = kv_access::get_n_swa(*kv) > 0;
 
         llama_pos next = 0;
+        uint64_t  past = 0;
         for (const auto & [pos, cell] : cells.seq_pos_get(seq_id)) {
             bool good = (pos <= next || slides) && get(*kv, strm, cell) == MIXEDKV_COMPUTED;
+
+            const row & known = of(*kv, strm).rows[cell];
+            past = known.pos < next ? past : extend_past(past, known.token); // rows of an image are at one position
+            good = good && (slides || known.past == past); // otherwise it was computed behind other rows
             if (good && pos >= p0 && pos - p0 < llama_pos(n)) {
                 good = is_of(*kv, strm, cell, tokens[pos - p0]);
             }
@@ -325,7 +353,8 @@ void llama_kv_truth::end_step(llama_memory_i * memory, const llama_ubatch & ubat
     for (const auto * kv : caches) {
         for_each_cell(*kv, ubatch, [&](uint32_t i, uint32_t cell) {
             const llama_token token = ubatch.token ? ubatch.token[i] : LLAMA_TOKEN_NULL;
-            set(*kv, kv->get_stream(ubatch.seq_id[i][0]), cell, MIXEDKV_COMPUTED, token);
+            const uint64_t    past  = past_of(*kv, ubatch.seq_id[i][0], ubatch.pos[i]);
+            set(*kv, kv->get_stream(ubatch.seq_id[i][0]), cell, MIXEDKV_COMPUTED, token, extend_past(past, token));
         });
 
         std::map<uint32_t, std::vector<llama_kv_truth_seq *>> by_stream;

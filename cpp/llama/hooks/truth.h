@@ -28,18 +28,25 @@ public:
         llama_pos     pos   = -1;
         llama_token   token = LLAMA_TOKEN_NULL; // of an image, or unknown
         mixedkv_truth truth = MIXEDKV_DOUBTED;
+        uint64_t      past  = 0; // a hash of all tokens that it was computed from, in layers that keep all rows
     };
 
     // of a cell that holds a token; a row that was moved is approximate from then on
     mixedkv_truth get(const llama_kv_cache & kv, uint32_t strm, uint32_t cell);
 
-    void set(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_truth truth, llama_token token);
+    void set(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_truth truth, llama_token token, uint64_t past = 0);
 
     // rows of a sequence at [p0, p1) in all caches are no better than this
     void limit(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, llama_pos p1, mixedkv_truth truth);
 
-    // rows at [p0, p0 + n) are this, and of these tokens
-    void say(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, const llama_token * tokens, uint32_t n, mixedkv_truth truth);
+    // rows at [p0, p0 + n) are this, of these tokens, and were computed behind such a past: approximate behind another
+    void say(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, uint64_t past, const llama_token * tokens, uint32_t n,
+             mixedkv_truth truth);
+
+    // of the rows of a sequence before p0; 0: there are none
+    uint64_t get_past(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0);
+
+    static uint64_t extend_past(uint64_t past, llama_token token);
 
     // rows of a sequence in a cache are what those of the same tokens are in layers that keep all
     void follow(llama_memory_i * memory, const llama_kv_cache & kv, llama_seq_id seq_id);
@@ -82,6 +89,9 @@ private:
     std::vector<bool> lacks_hot; // by sequence, of the step at hand
 
     stream & of(const llama_kv_cache & kv, uint32_t strm);
+
+    // of the rows of a sequence before a position
+    uint64_t past_of(const llama_kv_cache & kv, llama_seq_id seq_id, llama_pos p0);
 
     // a step's sequences of a stream are no better than the worst row that they attend to
     void note_worst(const llama_kv_cache & kv, uint32_t strm, const std::vector<llama_kv_truth_seq *> & seqs);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mixedkv import _core
 from mixedkv.kv.checkpoint import Checkpoint, named_checkpoints, read_checkpoints
 from mixedkv.kv.rows import (
     LayerRows,
@@ -40,6 +42,7 @@ class KVBlock:
         checkpoints: of the sequence, at tokens within the block or at its end.
         truth: what each token's rows are, uint8 [p1 - p0], see `mixedkv.kv.truth`; None if that is not known:
             they are doubted. Only rows that were computed from the start are stored.
+        past: a hash of the tokens before them; behind others they are approximate.
     """
 
     p0: int
@@ -48,6 +51,7 @@ class KVBlock:
     groups: tuple[RowGroup, ...]
     checkpoints: tuple[Checkpoint, ...] = ()
     truth: Truth = None  # type: ignore[assignment]  # until __post_init__
+    past: int = 0
 
     def __post_init__(self) -> None:
         if self.truth is None:
@@ -99,10 +103,23 @@ class KVBlock:
         points = [point for point in self.checkpoints if p0 < point.n <= p1]
         if all(point.n < p1 for point in points) and (last := self.checkpoint_at(p1)) is not None:
             points.append(last.cut(p1))
-        known = self.truth[p0 - self.p0 : p1 - self.p0]
         return replace(
-            self, p0=p0, p1=p1, tokens=tokens, groups=groups, checkpoints=tuple(points), truth=known
+            self,
+            p0=p0,
+            p1=p1,
+            tokens=tokens,
+            groups=groups,
+            checkpoints=tuple(points),
+            truth=self.truth[p0 - self.p0 : p1 - self.p0],
+            past=self.past_at(p0),
         )
+
+    def past_at(self, p: int) -> int:
+        """Return the hash of the tokens before position `p`: of an image one for each that has rows."""
+        at = np.arange(self.p0, p)
+        if self.groups:
+            at = np.intersect1d(at, max((group.positions for group in self.groups), key=len))
+        return _core.extend_past(self.past, self.tokens[at - self.p0])
 
     def checkpoint_at(self, n: int) -> Checkpoint | None:
         """Return a checkpoint that serves a sequence of `n` tokens, None if there is none."""
@@ -132,6 +149,7 @@ class KVBlock:
             "p1": self.p1,
             "groups": [describe_group(group) for group in self.groups],
             "truth": describe_truth(self.truth),
+            "past": f"{self.past:016x}",
         }
         points = [point.describe() for point in self.checkpoints]
         return {**rows, "checkpoints": points} if points or not self.groups else rows
@@ -164,7 +182,14 @@ class KVBlock:
             raise ValueError(f"array {sorted(left)[0]!r} belongs to no layer of the description")
         said = "truth" in description
         known = read_truth(description["truth"], p1 - p0) if said else all_of(p1 - p0, DOUBTED)
-        return cls(p0=p0, p1=p1, tokens=tokens, groups=groups, checkpoints=points, truth=known)
+        past = _read_past(description.get("past", "0"))
+        return cls(p0=p0, p1=p1, tokens=tokens, groups=groups, checkpoints=points, truth=known, past=past)
+
+
+def _read_past(value: object) -> int:
+    if not (isinstance(value, str) and re.fullmatch("[0-9a-f]{1,16}", value)):
+        raise ValueError("past: it is not a number of 16 hexadecimal digits")
+    return int(value, 16)
 
 
 __all__ = ["Checkpoint", "KVBlock", "LayerRows", "RowGroup", "row_bytes"]

@@ -95,8 +95,8 @@ class KVCache(Evaluating):
             raise ValueError(f"tokens has the shape {ids.shape}: give the {end - p0} at [{p0}, {end})")
         point = self.checkpoint(seq) if end == last and not self.can_cut else None
         points = (point,) if point else ()
-        known = self.truth(seq, ids, p0)
-        return KVBlock(p0=p0, p1=end, tokens=ids, groups=groups, checkpoints=points, truth=known)
+        known, past = self.truth(seq, ids, p0), _core.get_past(self._address, seq, p0)
+        return KVBlock(p0=p0, p1=end, tokens=ids, groups=groups, checkpoints=points, truth=known, past=past)
 
     @exclusive
     def load(self, block: KVBlock, seq: int = 0, at: int | None = None, *, more: bool = False) -> None:
@@ -139,7 +139,8 @@ class KVCache(Evaluating):
         known = np.maximum(block.truth, np.uint8(best))
         self._doubt(seq, bool(known.any()) or (at > 0 and seq in self._doubted))
         for kind, begin, end in runs(known):
-            _core.set_truth(self._address, seq, at + begin, block.tokens[begin:end], kind)
+            past, ids = block.past_at(block.p0 + begin), block.tokens[begin:end]
+            _core.set_truth(self._address, seq, at + begin, past, ids, kind)
 
     @exclusive
     def replace(self, block: KVBlock, seq: int = 0) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from mixedkv import _core
 from mixedkv.config import KVSetting, MixedKVConfig
 from mixedkv.config.cut_rule import CutRule
-from mixedkv.errors import ClosedError, MissingRowsError
+from mixedkv.errors import CLOSED, ClosedError, MissingRowsError
 from mixedkv.kv import sequence_state
 from mixedkv.kv.truth import DOUBTED, Truth
 from mixedkv.kv.window_settings import WindowSettings
@@ -53,7 +53,7 @@ class Evaluating(WindowSettings):
     def _llama(self) -> llama_cpp.Llama:
         """The `Llama`, which is freed with its last reference: this is none."""
         if (llama := self._owner()) is None:
-            raise ClosedError("this Llama is gone: its model and its KV cache are freed with it")
+            raise ClosedError(CLOSED)
         return llama
 
     def _check(self) -> None:

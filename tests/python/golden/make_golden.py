@@ -91,7 +91,7 @@ BLOCKS = {
     "v1-mixed_q4_0": block("q4_0", [0, 4, 5]),
     "v2-image": image(),
     "v2-latent": latent(),
-    "v3-mixed_q4_0": replace(block("q4_0", [0, 4, 5]), truth=TRUTH),
+    "v3-mixed_q4_0": replace(block("q4_0", [0, 4, 5]), truth=TRUTH, past=2**64 - 3),
 }
 
 

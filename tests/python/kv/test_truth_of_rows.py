@@ -62,6 +62,25 @@ def test_a_block_says_it_on_every_way(llm: Llama) -> None:
     assert llm.kv.exact_tokens == 120
 
 
+def test_a_block_behind_other_tokens_is_approximate(llm: Llama) -> None:
+    """Its rows were computed from what was before them."""
+    block = llm.kv.export(p0=40, p1=100)
+    for part in (block, block.slice(60, 100)):
+        for before, n_exact in ((TOKENS, 100), (OTHER, part.p0)):
+            llm.reset()
+            llm.eval(before[: part.p0])
+            llm.kv.load(part)
+            assert (llm.n_tokens, llm.kv.exact_tokens) == (100, n_exact)
+
+
+def test_a_part_of_another_sequence_is_approximate(llm: Llama) -> None:
+    llm.kv.copy(0, 1)
+    llm.reset()
+    llm.eval(OTHER[:40])
+    llm.kv.copy(1, 0, 40, 100)
+    assert llm.kv.exact(0, [*OTHER[:40], *TOKENS[40:100]]) == 40
+
+
 def test_a_block_that_does_not_say_is_doubted(llm: Llama) -> None:
     block = llm.kv.export(p1=100)
     description = {name: value for name, value in block.describe().items() if name != "truth"}

@@ -27,6 +27,7 @@ from mixedkv.store import KVStore
 from support.crossing.subject import state_of
 
 N_CTX, MOST = 192, 96  # cells of all sequences together, and tokens of one
+LONGEST = 40  # tokens that are evaluated at once
 REFUSALS = (ValueError, LookupError, UnsupportedModelError)
 Rows = dict[tuple[int, str], dict[tuple[int, bool], npt.NDArray[np.float32]]]
 
@@ -111,7 +112,7 @@ class Fresh:
 
 
 class Subject:
-    """A context with several sequences, whose cells are nearly used up; a second one that shares its store."""
+    """A context with several sequences, whose cells are nearly used up, and one that shares its store."""
 
     def __init__(self, path: Path, kv: str, *, swa_full: bool, n_seq: int, unified: bool, seed: int) -> None:
         self.rng, self.n_seq, self.unified = random.Random(seed), n_seq, unified
@@ -155,7 +156,7 @@ class Subject:
         """Evaluate tokens, often those that another sequence has there."""
         n = len(self.tokens[seq])
         like = self.rng.choice(self.tokens)[n:] if self.rng.random() < 0.5 else []
-        new = like or [self.rng.randrange(3, self.n_words) for _ in range(self.rng.randint(1, 40))]
+        new = like or [self.rng.randrange(3, self.n_words) for _ in range(self.rng.randint(1, LONGEST))]
         if n + len(new) <= MOST:
             self.evaluate(self.llm, seq, self.tokens[seq], new)
 
