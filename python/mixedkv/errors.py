@@ -44,8 +44,8 @@ class RowsGoneError(RuntimeError):
 
 
 CLOSED = (
-    "this Llama is closed: its model and its KV cache are gone. Keep the Llama itself (llm = Llama(...)), and open, "
-    "for as long as llm.kv is used"
+    "this Llama is closed: its model and its KV cache are gone. Keep the Llama itself (llm = Llama(...)), "
+    "and open, for as long as llm.kv is used"
 )
 
 
