@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv import _core
 from mixedkv.kv.checkpoint import Checkpoint, named_checkpoints, read_checkpoints
 from mixedkv.kv.rows import (
     LayerRows,
@@ -24,7 +23,16 @@ from mixedkv.kv.rows import (
     take_list,
     take_whole,
 )
-from mixedkv.kv.truth import COMPUTED, DOUBTED, FOREIGN, Truth, all_of, describe_truth, read_truth
+from mixedkv.kv.truth import (
+    COMPUTED,
+    DOUBTED,
+    FOREIGN,
+    Truth,
+    all_of,
+    describe_truth,
+    extend_past,
+    read_truth,
+)
 from mixedkv.limits import INT32_MAX
 
 
@@ -119,7 +127,7 @@ class KVBlock:
         at = np.arange(self.p0, p)
         if self.groups:
             at = np.intersect1d(at, max((group.positions for group in self.groups), key=len))
-        return _core.extend_past(self.past, self.tokens[at - self.p0])
+        return extend_past(self.past, self.tokens[at - self.p0])
 
     def checkpoint_at(self, n: int) -> Checkpoint | None:
         """Return a checkpoint that serves a sequence of `n` tokens, None if there is none."""

@@ -13,6 +13,16 @@ COMPUTED, APPROXIMATE, INCOMPLETE, FOREIGN, DOUBTED = range(5)
 Truth = npt.NDArray[np.uint8]
 
 
+def extend_past(past: int, tokens: npt.NDArray[np.int32]) -> int:
+    """Return the hash of what rows behind `tokens` are computed from, as `mixedkv_extend_past` does: blocks are
+    cut where no library is loaded.
+    """
+    for token in tokens.tolist():
+        past = (past ^ (max(token, -1) + 2)) * 0x9E3779B97F4A7C15 % 2**64
+        past ^= past >> 29
+    return past
+
+
 def all_of(n: int, truth: int) -> Truth:
     return np.full(n, truth, np.uint8)
 

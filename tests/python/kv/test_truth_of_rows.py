@@ -9,8 +9,9 @@ from typing import Any
 import llama_cpp
 import pytest
 
-from mixedkv import KVBlock, Llama
+from mixedkv import KVBlock, Llama, _core
 from mixedkv.engine.prompt_cache import PromptCache
+from mixedkv.kv.truth import extend_past
 from mixedkv.store import Identity, KVStore
 
 OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
@@ -71,6 +72,11 @@ def test_a_block_behind_other_tokens_is_approximate(llm: Llama) -> None:
             llm.eval(before[: part.p0])
             llm.kv.load(part)
             assert (llm.n_tokens, llm.kv.exact_tokens) == (100, n_exact)
+
+
+def test_the_hash_of_the_past_is_the_librarys() -> None:
+    tokens = np.array([0, 5, -1, -7, 2**31 - 1, *TOKENS], np.int32)
+    assert extend_past(2**64 - 3, tokens) == _core.extend_past(2**64 - 3, tokens)
 
 
 def test_a_part_of_another_sequence_is_approximate(llm: Llama) -> None:
