@@ -14,8 +14,9 @@ Truth = npt.NDArray[np.uint8]
 
 
 def extend_past(past: int, tokens: npt.NDArray[np.int32]) -> int:
-    """Return the hash of what rows behind `tokens` are computed from, as `mixedkv_extend_past` does: blocks are
-    cut where no library is loaded.
+    """Return the hash of what rows behind `tokens` are computed from.
+
+    As `mixedkv_extend_past` does: blocks are cut where no library is loaded.
     """
     for token in tokens.tolist():
         past = (past ^ (max(token, -1) + 2)) * 0x9E3779B97F4A7C15 % 2**64

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import llama_cpp
+import numpy as np
 import pytest
 
 from mixedkv import KVBlock, Llama, _core
