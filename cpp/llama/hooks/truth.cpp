@@ -56,7 +56,7 @@ void llama_kv_truth::limit(llama_memory_i * memory, llama_seq_id seq_id, llama_p
 }
 
 uint64_t llama_kv_truth::extend_past(uint64_t past, llama_token token) {
-    past = (past ^ uint64_t(std::max(token, -1) + 2))*0x9e3779b97f4a7c15; // all images are the same
+    past = (past ^ uint64_t(std::max(int64_t(token), int64_t(-1)) + 2))*0x9e3779b97f4a7c15; // all images are the same
     return past ^ (past >> 29);
 }
 
