@@ -134,18 +134,52 @@ mixedkv_status mixedkv_count_computed(llama_context * ctx, int32_t seq_id, int32
     });
 }
 
+mixedkv_status mixedkv_get_truth(llama_context * ctx, int32_t seq_id, int32_t p0, const llama_token * tokens,
+                                 uint32_t n, mixedkv_truth * out) {
+    return guarded(ctx, [&] {
+        require(p0 >= 0 && n <= uint32_t(INT32_MAX - p0) && ((tokens && out) || n == 0), MIXEDKV_INVALID,
+                "out or tokens is NULL, or p0 is negative, or too many tokens follow it");
+        std::fill_n(out, n, MIXEDKV_COMPUTED);
+        if (!llama_kv_mixed_caches(ctx->get_memory()).empty()) {
+            check_seq(ctx, seq_id);
+            settle(ctx);
+            const auto truth = ctx->truth.ask(ctx->get_memory(), seq_id, p0, tokens, n);
+            std::copy(truth.begin(), truth.end(), out);
+        }
+    });
+}
+
 static void check_truth(mixedkv_truth truth) {
     require(uint32_t(truth) <= MIXEDKV_DOUBTED, MIXEDKV_INVALID, "truth is none of mixedkv_truth");
 }
 
-mixedkv_status mixedkv_set_truth(llama_context * ctx, int32_t seq_id, int32_t p0, const llama_token * tokens,
+mixedkv_status mixedkv_get_past(llama_context * ctx, int32_t seq_id, int32_t p0, uint64_t * out) {
+    return guarded(ctx, [&] {
+        require(out && p0 >= 0, MIXEDKV_INVALID, "out is NULL, or p0 is negative");
+        *out = 0;
+        if (!llama_kv_mixed_caches(ctx->get_memory()).empty()) {
+            check_seq(ctx, seq_id);
+            settle(ctx);
+            *out = ctx->truth.get_past(ctx->get_memory(), seq_id, p0);
+        }
+    });
+}
+
+uint64_t mixedkv_extend_past(uint64_t past, const llama_token * tokens, uint32_t n) {
+    for (uint32_t i = 0; tokens && i < n; ++i) {
+        past = llama_kv_truth::extend_past(past, tokens[i]);
+    }
+    return past;
+}
+
+mixedkv_status mixedkv_set_truth(llama_context * ctx, int32_t seq_id, int32_t p0, uint64_t past, const llama_token * tokens,
                                  uint32_t n, mixedkv_truth truth) {
     return guarded(ctx, [&] {
         require(p0 >= 0 && (tokens || n == 0), MIXEDKV_INVALID, "tokens is NULL, or p0 is negative");
         check_truth(truth);
         if (!llama_kv_mixed_caches(ctx->get_memory()).empty()) {
             check_seq(ctx, seq_id);
-            ctx->truth.say(ctx->get_memory(), seq_id, p0, tokens, n, truth);
+            ctx->truth.say(ctx->get_memory(), seq_id, p0, past, tokens, n, truth);
         }
     });
 }

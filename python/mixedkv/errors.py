@@ -43,6 +43,12 @@ class RowsGoneError(RuntimeError):
     """The rows that vectors build on are not in the context any more: all of them are needed again."""
 
 
+CLOSED = (
+    "this Llama is closed: its model and its KV cache are gone. Keep the Llama itself (llm = Llama(...)), "
+    "and open, for as long as llm.kv is used"
+)
+
+
 class ClosedError(RuntimeError):
     """The `Llama` is closed, or the engine is shutting down or has stopped."""
 

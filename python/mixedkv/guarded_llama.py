@@ -139,6 +139,15 @@ class GuardedLlama(llama_cpp.Llama):
             vectors = [vector for vector, _ in made]
             return (vectors, sum(n for _, n in made)) if return_count else vectors
 
+    def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a new sampler after freeing the one before, which otherwise its `__del__` would do: Python
+        prints a Ctrl-C that arrives in there, and goes on.
+        """
+        before, self._sampler = self._sampler, None
+        if before is not None:
+            before.close()
+        return super()._init_sampler(*args, **kwargs)
+
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Any:
         return self.in_turns(self._generate(tokens, *args, **kwargs))
 

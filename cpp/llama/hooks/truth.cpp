@@ -6,49 +6,83 @@
 #include "rows/access.h"
 
 #include <algorithm>
+#include <iterator>
 #include <limits>
 
-std::vector<llama_kv_truth::row> & llama_kv_truth::of(const llama_kv_cache & kv, uint32_t strm) {
-    auto & res = rows[{ &kv, strm }];
-    res.resize(kv.get_size());
+llama_kv_truth::stream & llama_kv_truth::of(const llama_kv_cache & kv, uint32_t strm) {
+    auto & res = streams[{ &kv, strm }];
+    res.rows.resize(kv.get_size());
     return res;
 }
 
 mixedkv_truth llama_kv_truth::get(const llama_kv_cache & kv, uint32_t strm, uint32_t cell) {
-    row &           res = of(kv, strm)[cell];
+    row &           res = of(kv, strm).rows[cell];
     const llama_pos pos = kv_access::get_cells(kv)[strm].pos_get(cell);
 
     if (res.pos != pos) {
-        res = { pos, res.token, res.pos < 0 ? MIXEDKV_DOUBTED : std::max(MIXEDKV_APPROXIMATE, res.truth) };
+        res = { pos, res.token, res.pos < 0 ? MIXEDKV_DOUBTED : std::max(MIXEDKV_APPROXIMATE, res.truth), res.past };
     }
 
     return res.truth;
 }
 
-void llama_kv_truth::set(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_truth truth, llama_token token) {
-    of(kv, strm)[cell] = { kv_access::get_cells(kv)[strm].pos_get(cell), token, truth };
+void llama_kv_truth::set(
+        const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_truth truth, llama_token token, uint64_t past) {
+    stream & into = of(kv, strm);
+
+    into.rows[cell] = { kv_access::get_cells(kv)[strm].pos_get(cell), token, truth, past };
+    into.has_less   = into.has_less || truth > MIXEDKV_COMPUTED;
+}
+
+void llama_kv_truth::limit_cell(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_truth truth) {
+    const mixedkv_truth now   = get(kv, strm, cell);
+    const row           known = of(kv, strm).rows[cell];
+    set(kv, strm, cell, std::max(now, truth), known.token, known.past);
+}
+
+bool llama_kv_truth::is_of(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, llama_token token) {
+    const llama_token known = of(kv, strm).rows[cell].token;
+    return known == LLAMA_TOKEN_NULL || known == token;
 }
 
 void llama_kv_truth::limit(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, llama_pos p1, mixedkv_truth truth) {
     for (const auto * kv : llama_kv_mixed_caches(memory)) {
-        const uint32_t strm  = kv->get_stream(seq_id);
-        const auto &   there = kv->get_cells(seq_id).seq_pos_get(seq_id);
+        const auto & there = kv->get_cells(seq_id).seq_pos_get(seq_id);
 
         for (auto it = there.lower_bound({ p0, 0 }); it != there.end() && (p1 < 0 || it->first < p1); ++it) {
-            const mixedkv_truth now = get(*kv, strm, it->second);
-            of(*kv, strm)[it->second].truth = std::max(now, truth);
+            limit_cell(*kv, kv->get_stream(seq_id), it->second, truth);
         }
     }
 }
 
-void llama_kv_truth::say(
-        llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, const llama_token * tokens, uint32_t n, mixedkv_truth truth) {
+uint64_t llama_kv_truth::extend_past(uint64_t past, llama_token token) {
+    past = (past ^ uint64_t(std::max(int64_t(token), int64_t(-1)) + 2))*0x9e3779b97f4a7c15; // all images are the same
+    return past ^ (past >> 29);
+}
+
+uint64_t llama_kv_truth::past_of(const llama_kv_cache & kv, llama_seq_id seq_id, llama_pos p0) {
+    const auto & there = kv.get_cells(seq_id).seq_pos_get(seq_id);
+    const auto   it    = there.lower_bound({ p0, 0 });
+    return it == there.begin() ? 0 : of(kv, kv.get_stream(seq_id)).rows[std::prev(it)->second].past;
+}
+
+uint64_t llama_kv_truth::get_past(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0) {
+    return past_of(*llama_kv_mixed_caches(memory)[0], seq_id, p0);
+}
+
+void llama_kv_truth::say(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, uint64_t past, const llama_token * tokens,
+                         uint32_t n, mixedkv_truth truth) {
+    if (get_past(memory, seq_id, p0) != past) {
+        truth = std::max(truth, MIXEDKV_APPROXIMATE);
+    }
+
     for (const auto * kv : llama_kv_mixed_caches(memory)) {
         const uint32_t strm  = kv->get_stream(seq_id);
         const auto &   there = kv->get_cells(seq_id).seq_pos_get(seq_id);
 
         for (auto it = there.lower_bound({ p0, 0 }); it != there.end() && it->first - p0 < llama_pos(n); ++it) {
-            set(*kv, strm, it->second, truth, tokens[it->first - p0]);
+            const llama_token token = tokens[it->first - p0];
+            set(*kv, strm, it->second, truth, token, extend_past(past_of(*kv, seq_id, it->first), token));
         }
     }
 }
@@ -62,29 +96,42 @@ void llama_kv_truth::follow(llama_memory_i * memory, const llama_kv_cache & kv, 
         const auto it = from.lower_bound({ pos, 0 });
         if (it != from.end() && it->first == pos) {
             const mixedkv_truth truth = get(full, strm, it->second);
-            set(kv, kv.get_stream(seq_id), cell, truth, of(full, strm)[it->second].token);
+            set(kv, kv.get_stream(seq_id), cell, truth, of(full, strm).rows[it->second].token);
         }
     }
 }
 
 void llama_kv_truth::forget(llama_seq_id seq_id, bool partial) {
-    for (auto & [key, known] : rows) {
+    for (auto & [key, known] : streams) {
         if (partial && kv_access::get_n_swa(*key.first) == 0) {
             continue;
         }
 
         const auto & cells = kv_access::get_cells(*key.first)[key.second];
-        for (uint32_t i = 0; i < known.size(); ++i) {
+        for (uint32_t i = 0; i < known.rows.size(); ++i) {
             if (cells.is_empty(i) || seq_id < 0 || cells.seq_has(i, seq_id)) {
-                known[i] = row();
+                known.rows[i] = row();
             }
         }
+        known.has_less = true;
     }
 }
 
 void llama_kv_truth::copy_stream(const llama_kv_cache & kv, uint32_t from, uint32_t to) {
     const auto known = of(kv, from);
     of(kv, to) = known;
+}
+
+void llama_kv_truth::note_shifts(const llama_kv_cache & kv) {
+    for (uint32_t s = 0; s < kv.get_n_stream(); ++s) {
+        const auto & cells = kv_access::get_cells(kv)[s];
+
+        for (uint32_t i = cells.used_min(); i < cells.used_max_p1(); ++i) {
+            if (!cells.is_empty(i) && cells.get_shift(i) != 0) {
+                limit_cell(kv, s, i, MIXEDKV_APPROXIMATE);
+            }
+        }
+    }
 }
 
 llama_pos llama_kv_truth::count_computed(
@@ -97,14 +144,18 @@ llama_pos llama_kv_truth::count_computed(
         const bool     slides = kv_access::get_n_swa(*kv) > 0;
 
         llama_pos next = 0;
+        uint64_t  past = 0;
         for (const auto & [pos, cell] : cells.seq_pos_get(seq_id)) {
             bool good = (pos <= next || slides) && get(*kv, strm, cell) == MIXEDKV_COMPUTED;
+
+            const row & known = of(*kv, strm).rows[cell];
+            past = known.pos < next ? past : extend_past(past, known.token); // rows of an image are at one position
+            good = good && (slides || known.past == past); // otherwise it was computed behind other rows
             if (good && pos >= p0 && pos - p0 < llama_pos(n)) {
-                const llama_token token = of(*kv, strm)[cell].token;
-                good = token == LLAMA_TOKEN_NULL || token == tokens[pos - p0];
+                good = is_of(*kv, strm, cell, tokens[pos - p0]);
             }
             if (!good) {
-                res = std::min(res, slides ? pos : next);
+                res = std::min(res, slides ? pos : std::min(pos, next)); // the position may be there twice
                 break;
             }
             const auto & ext = cells.ext_get(cell);
@@ -116,23 +167,48 @@ llama_pos llama_kv_truth::count_computed(
     return res;
 }
 
+std::vector<mixedkv_truth> llama_kv_truth::ask(
+        llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, const llama_token * tokens, uint32_t n) {
+    const auto caches = llama_kv_mixed_caches(memory);
+
+    std::vector<mixedkv_truth> res(n, MIXEDKV_COMPUTED);
+
+    for (const auto * kv : caches) {
+        const uint32_t strm   = kv->get_stream(seq_id);
+        const auto &   there  = kv->get_cells(seq_id).seq_pos_get(seq_id);
+        const bool     slides = kv_access::get_n_swa(*kv) > 0;
+
+        auto it = there.lower_bound({ p0, 0 });
+        for (uint32_t i = 0; i < n; ++i) {
+            const llama_pos pos = p0 + llama_pos(i);
+            // a window keeps no others, and an image has its rows at the first of the positions that it covers
+            if ((it == there.end() || it->first != pos) && !slides) {
+                res[i] = kv->has_cell_ext() && i > 0 ? res[i - 1] : MIXEDKV_DOUBTED;
+            }
+            for (; it != there.end() && it->first == pos; ++it) {
+                const auto truth = is_of(*kv, strm, it->second, tokens[i]) ? get(*kv, strm, it->second) : MIXEDKV_DOUBTED;
+                res[i] = std::max(res[i], truth);
+            }
+        }
+    }
+
+    return res;
+}
+
 //
 // steps
 //
 
-namespace {
-
-struct sequence {
+struct llama_kv_truth_seq {
     llama_seq_id  id;
-    llama_pos     first = std::numeric_limits<llama_pos>::max(); // of the ubatch
-    llama_pos     last  = -1;
-    mixedkv_truth worst = MIXEDKV_COMPUTED;
+    llama_pos     first      = std::numeric_limits<llama_pos>::max(); // of the ubatch
+    llama_pos     last       = -1;
+    llama_pos     short_from = std::numeric_limits<llama_pos>::max(); // without F16 rows that have made room for others
+    mixedkv_truth worst      = MIXEDKV_COMPUTED;
 };
 
-} // namespace
-
-static std::vector<sequence> get_sequences(const llama_ubatch & ubatch) {
-    std::vector<sequence> res;
+static std::vector<llama_kv_truth_seq> get_sequences(const llama_ubatch & ubatch) {
+    std::vector<llama_kv_truth_seq> res;
     std::vector<int32_t>  at(LLAMA_MAX_SEQ, -1);
 
     for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
@@ -227,6 +303,48 @@ template <typename F> static void for_each_cell(const llama_kv_cache & kv, const
     }
 }
 
+// what a sequence lacked in one cache, besides what is wrong with the rows that are there
+static void note_missing(const llama_kv_cache & kv, bool lacks_hot, llama_kv_truth_seq & seq) {
+    // an image has several rows at a position
+    if (!kv.has_cell_ext() && !has_run(kv.get_cells(seq.id), seq.id, first_seen(kv, seq.first))) {
+        seq.worst = std::max(seq.worst, MIXEDKV_INCOMPLETE);
+    }
+    if (lacks_hot) {
+        seq.worst = std::max(seq.worst, MIXEDKV_APPROXIMATE);
+    }
+
+    const auto *    mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
+    const llama_pos from  = mixed ? mixed->get_hot().get_slots().get_use().short_from[seq.id] : -1;
+    if (from >= 0) {
+        seq.short_from = std::min(seq.short_from, from);
+    }
+}
+
+void llama_kv_truth::note_worst(const llama_kv_cache & kv, uint32_t strm, const std::vector<llama_kv_truth_seq *> & seqs) {
+    const auto & cells = kv_access::get_cells(kv)[strm];
+    stream &     known = of(kv, strm);
+
+    if (!known.has_less) {
+        return;
+    }
+
+    known.has_less = false;
+    for (uint32_t i = cells.used_min(); i < cells.used_max_p1(); ++i) {
+        if (cells.is_empty(i) || (known.rows[i].pos == cells.pos_get(i) && known.rows[i].truth == MIXEDKV_COMPUTED)) {
+            continue;
+        }
+
+        known.has_less = true;
+
+        const llama_pos pos = cells.pos_get(i);
+        for (auto * seq : seqs) {
+            if (cells.seq_has(i, seq->id) && pos < seq->last && !kv_access::is_masked(kv, pos, seq->first)) {
+                seq->worst = std::max(seq->worst, get(kv, strm, i));
+            }
+        }
+    }
+}
+
 void llama_kv_truth::end_step(llama_memory_i * memory, const llama_ubatch & ubatch) {
     const auto caches = llama_kv_mixed_caches(memory);
 
@@ -235,64 +353,44 @@ void llama_kv_truth::end_step(llama_memory_i * memory, const llama_ubatch & ubat
     for (const auto * kv : caches) {
         for_each_cell(*kv, ubatch, [&](uint32_t i, uint32_t cell) {
             const llama_token token = ubatch.token ? ubatch.token[i] : LLAMA_TOKEN_NULL;
-            set(*kv, kv->get_stream(ubatch.seq_id[i][0]), cell, MIXEDKV_COMPUTED, token);
+            const uint64_t    past  = past_of(*kv, ubatch.seq_id[i][0], ubatch.pos[i]);
+            set(*kv, kv->get_stream(ubatch.seq_id[i][0]), cell, MIXEDKV_COMPUTED, token, extend_past(past, token));
         });
 
-        std::map<uint32_t, std::vector<sequence *>> by_stream;
+        std::map<uint32_t, std::vector<llama_kv_truth_seq *>> by_stream;
         for (auto & seq : seqs) {
+            note_missing(*kv, lacks_hot[seq.id], seq);
             by_stream[kv->get_stream(seq.id)].push_back(&seq);
-
-            // an image has several rows at a position
-            if (!kv->has_cell_ext() && !has_run(kv->get_cells(seq.id), seq.id, first_seen(*kv, seq.first))) {
-                seq.worst = std::max(seq.worst, MIXEDKV_INCOMPLETE);
-            }
-            if (lacks_hot[seq.id]) {
-                seq.worst = std::max(seq.worst, MIXEDKV_APPROXIMATE);
-            }
         }
-
         for (const auto & [strm, members] : by_stream) {
-            const auto & cells = kv_access::get_cells(*kv)[strm];
-            const auto & known = of(*kv, strm);
-
-            for (uint32_t i = cells.used_min(); i < cells.used_max_p1(); ++i) {
-                if (cells.is_empty(i) || (known[i].pos == cells.pos_get(i) && known[i].truth == MIXEDKV_COMPUTED)) {
-                    continue;
-                }
-                for (auto * seq : members) {
-                    const llama_pos pos = cells.pos_get(i);
-                    if (cells.seq_has(i, seq->id) && pos < seq->last && !kv_access::is_masked(*kv, pos, seq->first)) {
-                        seq->worst = std::max(seq->worst, get(*kv, strm, i));
-                    }
-                }
-            }
+            note_worst(*kv, strm, members);
         }
     }
 
-    std::vector<mixedkv_truth> worst(LLAMA_MAX_SEQ, MIXEDKV_COMPUTED);
-    std::vector<llama_pos>     from (LLAMA_MAX_SEQ, -1); // without F16 rows that have made room for others
-    bool                       all_good = true;
+    limit_step(caches, ubatch, seqs);
+}
+
+void llama_kv_truth::limit_step(
+        const std::vector<llama_kv_cache *> & caches, const llama_ubatch & ubatch, const std::vector<llama_kv_truth_seq> & seqs) {
+    std::map<llama_seq_id, const llama_kv_truth_seq *> less;
 
     for (const auto & seq : seqs) {
-        worst[seq.id] = seq.worst;
-        for (const auto * kv : caches) {
-            const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(kv);
-            from[seq.id] = std::max(from[seq.id], mixed ? mixed->get_hot().get_slots().get_use().short_from[seq.id] : -1);
+        if (seq.worst > MIXEDKV_COMPUTED || seq.short_from <= seq.last) {
+            less[seq.id] = &seq;
         }
-        all_good = all_good && seq.worst == MIXEDKV_COMPUTED && from[seq.id] < 0;
     }
 
     for (const auto * kv : caches) {
-        if (all_good) {
+        if (less.empty()) {
             break;
         }
         for_each_cell(*kv, ubatch, [&](uint32_t i, uint32_t cell) {
-            row & known = of(*kv, kv->get_stream(ubatch.seq_id[i][0]))[cell];
             for (int32_t j = 0; j < ubatch.n_seq_id[i]; ++j) {
-                const llama_seq_id s = ubatch.seq_id[i][j];
-                known.truth = std::max(known.truth, worst[s]);
-                if (from[s] >= 0 && from[s] <= ubatch.pos[i]) {
-                    known.truth = std::max(known.truth, MIXEDKV_APPROXIMATE);
+                const auto it = less.find(ubatch.seq_id[i][j]);
+                if (it != less.end()) {
+                    const bool is_short = it->second->short_from <= ubatch.pos[i];
+                    limit_cell(*kv, kv->get_stream(it->first), cell,
+                        std::max(it->second->worst, is_short ? MIXEDKV_APPROXIMATE : MIXEDKV_COMPUTED));
                 }
             }
         });

@@ -3,7 +3,7 @@
 // What each row is: computed from the start, or something less. Kept beside the cells, by cell, for every attention cache.
 //
 // Who calls it: llama_step, which lets no token be better than the worst that it attends to; llama_kv_cache::update, where it
-// copies streams; blocks of rows that come in; the C API.
+// copies streams and turns keys; blocks of rows that come in; the C API.
 
 #include "mixedkv/mixedkv.h"
 
@@ -19,6 +19,8 @@ class llama_kv_cache;
 class llama_kv_cells;
 class llama_memory_i;
 
+struct llama_kv_truth_seq; // one of a step's
+
 class llama_kv_truth {
 public:
     // A cell that holds another position than this has been moved, or filled by who does not say with what.
@@ -26,18 +28,25 @@ public:
         llama_pos     pos   = -1;
         llama_token   token = LLAMA_TOKEN_NULL; // of an image, or unknown
         mixedkv_truth truth = MIXEDKV_DOUBTED;
+        uint64_t      past  = 0; // a hash of all tokens that it was computed from, in layers that keep all rows
     };
 
     // of a cell that holds a token; a row that was moved is approximate from then on
     mixedkv_truth get(const llama_kv_cache & kv, uint32_t strm, uint32_t cell);
 
-    void set(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_truth truth, llama_token token);
+    void set(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_truth truth, llama_token token, uint64_t past = 0);
 
     // rows of a sequence at [p0, p1) in all caches are no better than this
     void limit(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, llama_pos p1, mixedkv_truth truth);
 
-    // rows at [p0, p0 + n) are this, and of these tokens
-    void say(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, const llama_token * tokens, uint32_t n, mixedkv_truth truth);
+    // rows at [p0, p0 + n) are this, of these tokens, and were computed behind such a past: approximate behind another
+    void say(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, uint64_t past, const llama_token * tokens, uint32_t n,
+             mixedkv_truth truth);
+
+    // of the rows of a sequence before p0; 0: there are none
+    uint64_t get_past(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0);
+
+    static uint64_t extend_past(uint64_t past, llama_token token);
 
     // rows of a sequence in a cache are what those of the same tokens are in layers that keep all
     void follow(llama_memory_i * memory, const llama_kv_cache & kv, llama_seq_id seq_id);
@@ -48,8 +57,15 @@ public:
     // llama_kv_cache::update: rows of stream `to` are those of `from`
     void copy_stream(const llama_kv_cache & kv, uint32_t from, uint32_t to);
 
+    // llama_kv_cache::update: rows that have moved since the last one are approximate
+    void note_shifts(const llama_kv_cache & kv);
+
     // leading rows of a sequence that are computed, in all caches; those at [p0, p0 + n) of these tokens
     llama_pos count_computed(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, const llama_token * tokens, uint32_t n);
+
+    // what the rows of a sequence at [p0, p0 + n) are, the worst of all caches; of other tokens, or none: doubted
+    std::vector<mixedkv_truth> ask(
+        llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, const llama_token * tokens, uint32_t n);
 
     // Before a micro-batch is placed: empty, or which row a sliding window has let go of that its tokens read. Also notes which
     // of its sequences lack F16 rows.
@@ -62,9 +78,31 @@ public:
     std::string refused;
 
 private:
-    std::map<std::pair<const llama_kv_cache *, uint32_t>, std::vector<row>> rows;
+    // All that fills cells or changes positions says so here: where nothing less than computed has come, a step looks at no cell.
+    struct stream {
+        std::vector<row> rows;
+        bool             has_less = true; // maybe: as long as no look at all cells has found that there is none
+    };
+
+    std::map<std::pair<const llama_kv_cache *, uint32_t>, stream> streams;
 
     std::vector<bool> lacks_hot; // by sequence, of the step at hand
 
-    std::vector<row> & of(const llama_kv_cache & kv, uint32_t strm);
+    stream & of(const llama_kv_cache & kv, uint32_t strm);
+
+    // of the rows of a sequence before a position
+    uint64_t past_of(const llama_kv_cache & kv, llama_seq_id seq_id, llama_pos p0);
+
+    // a step's sequences of a stream are no better than the worst row that they attend to
+    void note_worst(const llama_kv_cache & kv, uint32_t strm, const std::vector<llama_kv_truth_seq *> & seqs);
+
+    // rows of the ubatch are no better than what was found of their sequences
+    void limit_step(const std::vector<llama_kv_cache *> & caches, const llama_ubatch & ubatch,
+                    const std::vector<llama_kv_truth_seq> & seqs);
+
+    // the cell's row is of this token, or of one that is not known
+    bool is_of(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, llama_token token);
+
+    // the cell's row is no better than this
+    void limit_cell(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_truth truth);
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,16 @@ from mixedkv.kv.rows import (
     take_list,
     take_whole,
 )
+from mixedkv.kv.truth import (
+    COMPUTED,
+    DOUBTED,
+    FOREIGN,
+    Truth,
+    all_of,
+    describe_truth,
+    extend_past,
+    read_truth,
+)
 from mixedkv.limits import INT32_MAX
 
 
@@ -37,10 +48,9 @@ class KVBlock:
             should tell it apart.
         groups: the rows; none where no layer keeps any.
         checkpoints: of the sequence, at tokens within the block or at its end.
-        foreign: another program computed the rows, and they were not compared with this model's: they count
-            as inexact and are not stored. See `mixedkv.store.load_packed`.
-        n_exact: how many of the first tokens have rows that equal an evaluation from the start; None if the
-            block does not say, which counts as none once it is loaded. The others are not stored.
+        truth: what each token's rows are, uint8 [p1 - p0], see `mixedkv.kv.truth`; None if that is not known:
+            they are doubted. Only rows that were computed from the start are stored.
+        past: a hash of the tokens before them; behind others they are approximate.
     """
 
     p0: int
@@ -48,8 +58,12 @@ class KVBlock:
     tokens: npt.NDArray[np.int32]
     groups: tuple[RowGroup, ...]
     checkpoints: tuple[Checkpoint, ...] = ()
-    foreign: bool = False
-    n_exact: int | None = None
+    truth: Truth = None  # type: ignore[assignment]  # until __post_init__
+    past: int = 0
+
+    def __post_init__(self) -> None:
+        if self.truth is None:
+            object.__setattr__(self, "truth", all_of(len(self), DOUBTED))
 
     def __len__(self) -> int:
         return self.p1 - self.p0
@@ -62,6 +76,17 @@ class KVBlock:
     def nbytes(self) -> int:
         """Bytes of all arrays."""
         return sum(array.nbytes for array in self.to_arrays().values())
+
+    @property
+    def n_exact(self) -> int:
+        """Number of first tokens whose rows are those that an evaluation from the start gives."""
+        less = np.flatnonzero(self.truth != COMPUTED)
+        return int(less[0]) if len(less) else len(self)
+
+    @property
+    def foreign(self) -> bool:
+        """True if another program computed rows, which were not compared with this model's."""
+        return bool((self.truth == FOREIGN).any())
 
     @property
     def is_text(self) -> bool:
@@ -86,10 +111,23 @@ class KVBlock:
         points = [point for point in self.checkpoints if p0 < point.n <= p1]
         if all(point.n < p1 for point in points) and (last := self.checkpoint_at(p1)) is not None:
             points.append(last.cut(p1))
-        exact = None if self.n_exact is None else min(max(0, self.n_exact - (p0 - self.p0)), p1 - p0)
         return replace(
-            self, p0=p0, p1=p1, tokens=tokens, groups=groups, checkpoints=tuple(points), n_exact=exact
+            self,
+            p0=p0,
+            p1=p1,
+            tokens=tokens,
+            groups=groups,
+            checkpoints=tuple(points),
+            truth=self.truth[p0 - self.p0 : p1 - self.p0],
+            past=self.past_at(p0),
         )
+
+    def past_at(self, p: int) -> int:
+        """Return the hash of the tokens before position `p`: of an image one for each that has rows."""
+        at = np.arange(self.p0, p)
+        if self.groups:
+            at = np.intersect1d(at, max((group.positions for group in self.groups), key=len))
+        return extend_past(self.past, self.tokens[at - self.p0])
 
     def checkpoint_at(self, n: int) -> Checkpoint | None:
         """Return a checkpoint that serves a sequence of `n` tokens, None if there is none."""
@@ -101,7 +139,11 @@ class KVBlock:
 
     def as_own(self) -> KVBlock:
         """Return the block as one of this model's, after its rows were compared with the model's."""
-        return replace(self, foreign=False, n_exact=len(self))
+        return replace(self, truth=all_of(len(self), COMPUTED))
+
+    def doubted(self) -> KVBlock:
+        """Return the block as one of which nothing is known."""
+        return replace(self, truth=all_of(len(self), DOUBTED))
 
     def to_arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays by name: "tokens", "<group>.positions", "<group>.<layer>.k" and so on."""
@@ -110,15 +152,20 @@ class KVBlock:
 
     def describe(self) -> dict[str, Any]:
         """Describe all but the arrays, as JSON can hold it."""
-        rows = {"p0": self.p0, "p1": self.p1, "groups": [describe_group(group) for group in self.groups]}
+        rows = {
+            "p0": self.p0,
+            "p1": self.p1,
+            "groups": [describe_group(group) for group in self.groups],
+            "truth": describe_truth(self.truth),
+            "past": f"{self.past:016x}",
+        }
         points = [point.describe() for point in self.checkpoints]
-        rows |= {} if self.n_exact is None else {"n_exact": self.n_exact}
-        rows |= {"foreign": True} if self.foreign else {}
         return {**rows, "checkpoints": points} if points or not self.groups else rows
 
     @classmethod
     def from_arrays(cls, description: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> KVBlock:
-        """Return the block that `describe` and `to_arrays` were called on. Both may come from anywhere.
+        """Return the block that `describe` and `to_arrays` were called on. Both may come from anywhere. Rows
+        are doubted if the description does not say what they are.
 
         Raises:
             ValueError: something is missing, of another type, or does not fit the rest; the message names it.
@@ -141,12 +188,16 @@ class KVBlock:
             raise ValueError(f"groups: none has all rows of [{p0}, {p1})")
         if left:
             raise ValueError(f"array {sorted(left)[0]!r} belongs to no layer of the description")
-        said = "n_exact" in description
-        exact = take_whole(description, "n_exact", 0, p1 - p0) if said else None
-        foreign = description.get("foreign") is True
-        return cls(
-            p0=p0, p1=p1, tokens=tokens, groups=groups, checkpoints=points, n_exact=exact, foreign=foreign
-        )
+        said = "truth" in description
+        known = read_truth(description["truth"], p1 - p0) if said else all_of(p1 - p0, DOUBTED)
+        past = _read_past(description.get("past", "0"))
+        return cls(p0=p0, p1=p1, tokens=tokens, groups=groups, checkpoints=points, truth=known, past=past)
+
+
+def _read_past(value: object) -> int:
+    if not (isinstance(value, str) and re.fullmatch("[0-9a-f]{1,16}", value)):
+        raise ValueError("past: it is not a number of 16 hexadecimal digits")
+    return int(value, 16)
 
 
 __all__ = ["Checkpoint", "KVBlock", "LayerRows", "RowGroup", "row_bytes"]

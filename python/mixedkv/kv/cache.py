@@ -17,7 +17,7 @@ from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.evaluating import Evaluating
 from mixedkv.kv.layer_view import LayerView, layer_stats
 from mixedkv.kv.stats import KVStats, LayerStats, SequenceStats
-from mixedkv.kv.truth import APPROXIMATE, COMPUTED, FOREIGN
+from mixedkv.kv.truth import APPROXIMATE, COMPUTED, runs
 from mixedkv.limits import INT32_MAX
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.context_lock import exclusive, present
@@ -94,9 +94,9 @@ class KVCache(Evaluating):
         if ids.shape != (end - p0,):
             raise ValueError(f"tokens has the shape {ids.shape}: give the {end - p0} at [{p0}, {end})")
         point = self.checkpoint(seq) if end == last and not self.can_cut else None
-        exact = min(max(0, self.exact(seq, ids, p0) - p0), end - p0)
         points = (point,) if point else ()
-        return KVBlock(p0=p0, p1=end, tokens=ids, groups=groups, checkpoints=points, n_exact=exact)
+        known, past = self.truth(seq, ids, p0), _core.get_past(self._address, seq, p0)
+        return KVBlock(p0=p0, p1=end, tokens=ids, groups=groups, checkpoints=points, truth=known, past=past)
 
     @exclusive
     def load(self, block: KVBlock, seq: int = 0, at: int | None = None, *, more: bool = False) -> None:
@@ -118,7 +118,6 @@ class KVCache(Evaluating):
                 token behind it reads. Nothing changed, or, where a state is refused, the sequence is empty.
             UnsupportedModelError: the model keeps more than rows of tokens and a state.
         """
-        n_exact, foreign = block.n_exact or 0, block.foreign
         block = KVBlock.from_arrays(block.describe(), block.to_arrays())
         shift = 0 if at is None else at - block.p0
         if not -block.p0 <= shift <= INT32_MAX - block.p1:
@@ -132,15 +131,16 @@ class KVCache(Evaluating):
             raise ValueError(str(error)) from error
         if follows:
             self._append_tokens(block.tokens)
-        if shift or foreign or not self._has_types_of(block):
-            n_exact = 0
-        self._say(block, seq, block.p0 + shift, n_exact, FOREIGN if foreign else APPROXIMATE)
+        changed = shift != 0 or not self._has_types_of(block)
+        self._say(block, seq, block.p0 + shift, APPROXIMATE if changed else COMPUTED)
 
-    def _say(self, block: KVBlock, seq: int, at: int, n_exact: int, otherwise: int) -> None:
-        """Note what the rows of a block are that were put into a sequence."""
-        self._doubted = self._doubted or n_exact < len(block)
-        _core.set_truth(self._address, seq, at, block.tokens, otherwise)
-        _core.set_truth(self._address, seq, at, block.tokens[:n_exact], COMPUTED)
+    def _say(self, block: KVBlock, seq: int, at: int, best: int) -> None:
+        """Note what the rows of a block are that were put into a sequence, `best` at best."""
+        known = np.maximum(block.truth, np.uint8(best))
+        self._doubt(seq, bool(known.any()) or (at > 0 and seq in self._doubted))
+        for kind, begin, end in runs(known):
+            past, ids = block.past_at(block.p0 + begin), block.tokens[begin:end]
+            _core.set_truth(self._address, seq, at + begin, past, ids, kind)
 
     @exclusive
     def replace(self, block: KVBlock, seq: int = 0) -> None:
@@ -157,7 +157,7 @@ class KVCache(Evaluating):
         if seq == 0:
             self._llama.n_tokens = n  # the tokens are still the same
         block_rows.into(self._llama, block, seq, 0, -1, more=False)
-        self._say(block, seq, block.p0, 0, APPROXIMATE)
+        self._say(block, seq, block.p0, APPROXIMATE)
 
     # --- what a sequence holds besides rows of all its tokens ---
 
@@ -201,6 +201,7 @@ class KVCache(Evaluating):
         """
         self._check_sequence("source", source)
         self._check_sequence("target", target)
+        self._doubt(target, source in self._doubted)
         try:
             sequence_state.resume(self._llama, point, n, source, target)
         except ValueError:
@@ -257,6 +258,8 @@ class KVCache(Evaluating):
                 f"[{p0}, {p1}) of seq={seq} cannot be removed, since this model keeps a state of the whole "
                 f"sequence: remove all of it"
             )
+        if p0 == 0 and p1 < 0:
+            self._doubt(seq, False)
         n = self._llama.n_tokens
         if seq == 0 and p0 < n and (p1 < 0 or p1 >= n):
             self._llama.n_tokens = p0
@@ -282,7 +285,7 @@ class KVCache(Evaluating):
         if self.positions(target)[1] >= 0:  # llama.cpp would have some positions twice
             self.remove(target, max(0, p0), p1)
         llama_cpp.llama_memory_seq_cp(self._memory, source, target, p0, p1)
-        self._doubted = self._doubted or target == 0
+        self._doubt(target, source in self._doubted)
 
     @exclusive
     def shift(self, seq: int, p0: int, p1: int, by: int) -> None:
@@ -308,7 +311,6 @@ class KVCache(Evaluating):
             self._shift_tokens(p0, min(end, self._llama.n_tokens), by)
         before = self._at()
         llama_cpp.llama_memory_seq_add(self._memory, seq, p0, p1, by)
-        _core.limit_truth(self._address, seq, max(0, p0 + by), end + by, APPROXIMATE)
         if seq != 0 and self._at() != before:
             self._llama.n_tokens = 0
 

@@ -15,9 +15,9 @@ import numpy.typing as npt
 from mixedkv import _core
 from mixedkv.config import KVSetting, MixedKVConfig
 from mixedkv.config.cut_rule import CutRule
-from mixedkv.errors import ClosedError, MissingRowsError
+from mixedkv.errors import CLOSED, ClosedError, MissingRowsError
 from mixedkv.kv import sequence_state
-from mixedkv.kv.truth import DOUBTED
+from mixedkv.kv.truth import DOUBTED, Truth
 from mixedkv.kv.window_settings import WindowSettings
 from mixedkv.limits import INT32_MAX
 from mixedkv.native import llama_cpp as _llama_cpp
@@ -47,13 +47,13 @@ class Evaluating(WindowSettings):
     ) -> None:
         super().__init__(setting, busy)
         self._owner, self._find_check = weakref.ref(llama), check
-        self._doubted = False  # of a model whose layers keep no rows, which could say so themselves
+        self._doubted: set[int] = set()  # see _is_doubted
 
     @property
     def _llama(self) -> llama_cpp.Llama:
         """The `Llama`, which is freed with its last reference: this is none."""
         if (llama := self._owner()) is None:
-            raise ClosedError("this Llama is gone: its model and its KV cache are freed with it")
+            raise ClosedError(CLOSED)
         return llama
 
     def _check(self) -> None:
@@ -97,7 +97,8 @@ class Evaluating(WindowSettings):
             self.follow_memory()
             n = llama.n_tokens
             end = n + len(tokens)
-            self._doubted = self._doubted and n > 0
+            if n == 0:
+                self._doubted.discard(0)
             if n and self._end() != n:
                 self._check_rows(n)
             llama_cpp.llama_memory_seq_rm(self._memory, 0, n, -1)
@@ -207,13 +208,30 @@ class Evaluating(WindowSettings):
             tokens: ids of its tokens from position `p0` on: rows of others do not count.
         """
         ids = np.asarray(tokens, np.int32)
-        n = _core.count_computed(self._address, seq, p0, ids)
-        return 0 if n == INT32_MAX and seq == 0 and self._doubted else n
+        return 0 if self._is_doubted(seq) else _core.count_computed(self._address, seq, p0, ids)
+
+    @exclusive
+    def truth(self, seq: int, tokens: npt.ArrayLike, p0: int = 0) -> Truth:
+        """Return what the rows of a sequence from position `p0` on are, uint8 [n], see `mixedkv.kv.truth`.
+
+        Args:
+            tokens: their ids, [n]; rows of others, and those that are not there, are doubted.
+        """
+        known = _core.get_truth(self._address, seq, p0, np.asarray(tokens, np.int32))
+        return np.full_like(known, DOUBTED) if self._is_doubted(seq) else known
+
+    def _is_doubted(self, seq: int) -> bool:
+        """Return whether a sequence is doubted of a model whose layers keep no rows that could say so."""
+        none = np.empty(0, np.int32)
+        return seq in self._doubted and _core.count_computed(self._address, seq, 0, none) == INT32_MAX
+
+    def _doubt(self, seq: int, doubted: bool) -> None:
+        (self._doubted.add if doubted else self._doubted.discard)(seq)
 
     @exclusive
     def limit_exact(self, p: int) -> None:
         """Mark rows of sequence 0 from `p` on as inexact, after llama_cpp's own functions moved rows."""
-        self._doubted = True
+        self._doubt(0, True)
         _core.limit_truth(self._address, 0, p, -1, DOUBTED)
 
     def refused(self) -> str:

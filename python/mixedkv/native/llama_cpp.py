@@ -14,7 +14,7 @@ import llama_cpp
 from llama_cpp import _internals, _logger
 
 from mixedkv import _core
-from mixedkv.errors import ClosedError
+from mixedkv.errors import CLOSED, ClosedError
 
 # llama_cpp's own is a Python function: the handler of a signal may run in it, and what that raises is lost
 _log, no_log = (llama_cpp.llama_log_callback(address) for address in _core.log_functions())
@@ -51,7 +51,7 @@ def context(llm: llama_cpp.Llama) -> Any:
     """
     owner = getattr(llm, "_ctx", None)
     if owner is None or owner.ctx is None:
-        raise ClosedError("this Llama is closed: its model and its KV cache are gone")
+        raise ClosedError(CLOSED)
     return owner.ctx
 
 
@@ -81,7 +81,7 @@ def vocab(llm: llama_cpp.Llama) -> Any:
 def _open_model(llm: llama_cpp.Llama) -> Any:
     owner = getattr(llm, "_model", None)
     if owner is None or owner.model is None:
-        raise ClosedError("this Llama is closed: its model and its KV cache are gone")
+        raise ClosedError(CLOSED)
     return owner
 
 

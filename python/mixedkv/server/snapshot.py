@@ -83,7 +83,7 @@ def _held(server: ServerState, engine: Engine) -> dict[str, Any]:
             "evictions": engine.pool.n_evicted,
             **server.metrics.cache(),
         },
-        "sequences": [_sequence(seq, natives.get(seq.id)) for seq in held],
+        "sequences": [_sequence(engine, seq, natives.get(seq.id)) for seq in held],
         "layers": [asdict(layer) for layer in kv.layers or ()],
     }
 
@@ -147,7 +147,7 @@ def _summary(values: list[float | None]) -> dict[str, float | None]:
     return {"count": len(known), "median_seconds": median(known), "p95_seconds": nearest}
 
 
-def _sequence(seq: Any, native: Any) -> dict[str, Any]:
+def _sequence(engine: Any, seq: Any, native: Any) -> dict[str, Any]:
     return {
         "tenant": seq.tenant,
         "id": seq.id,
@@ -155,6 +155,6 @@ def _sequence(seq: Any, native: Any) -> dict[str, Any]:
         "tokens": len(seq.tokens),
         "hot": native.n_hot if native is not None else 0,
         "cold": native.n_cold if native is not None else 0,
-        "exact": seq.exact,
+        "exact": engine.pool.is_exact(seq),
         "checkpoints": len(seq.checkpoints),
     }

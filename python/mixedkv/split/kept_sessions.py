@@ -88,7 +88,8 @@ class KeptSessions:
             identity = self._identity(tenant)
             before = store.find(identity, tokens)
             if before is None or before.n_tokens < len(tokens) or not before.exact:
-                self._rows.put(store, identity, self._engine.call(lambda: _rows(session, tenant)).result())
+                held = self._engine.call(lambda: self._held(session, tenant)).result()
+                self._rows.put(store, identity, held)
             match = store.find(identity, tokens, exact_only=True)
             if match is None or match.n_tokens < len(tokens):
                 raise RowsGoneError("its rows made room for others while they were stored")
@@ -140,6 +141,14 @@ class KeptSessions:
         owner = hashlib.sha256(b"split tenant" + tenant.encode()).digest()[:16]
         return replace(self._shares(tenant), owner=owner)
 
+    def _held(self, session: Session, tenant: str) -> SequenceRows:
+        """Return the session's rows if nothing has changed them; on the engine's thread."""
+        seq = session.rows
+        waits = seq is not None and seq.paused and seq.tenant == tenant and seq.tokens == session.ids
+        if seq is None or not (waits and self._engine.pool.is_exact(seq)):
+            raise RowsGoneError("its rows have gone")
+        return SequenceRows(seq, seq.version, np.array(seq.tokens, np.int32))
+
     def _identity(self, tenant: str) -> Identity:
         return Identity.of(self._engine.llm, tenant=tenant, extra="split session")
 
@@ -147,11 +156,3 @@ class KeptSessions:
 def _filed(name: bytes, place: Place) -> str:
     """Return the name a session is filed under, besides its key: only who knows where it stood finds it."""
     return f"{name.hex()}.{place.position}.{place.running_hash.hex()}.{place.precision}"
-
-
-def _rows(session: Session, tenant: str) -> SequenceRows:
-    """Return the session's rows if nothing has changed them; on the engine's thread."""
-    seq = session.rows
-    if seq is None or not (seq.paused and seq.tenant == tenant and seq.tokens == session.ids and seq.exact):
-        raise RowsGoneError("its rows have gone")
-    return SequenceRows(seq, seq.version, np.array(seq.tokens, np.int32))

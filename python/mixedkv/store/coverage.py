@@ -4,6 +4,8 @@ A cache of one type can be cut anywhere. A sliding-window layer may only have th
 stood at the end of the exported block, and a mixed cache has recent rows in F16 as of then. At another cut
 the window may lack rows, so that the cut is unusable, or F16 copies, so that it is not exact. The state of
 recurrent layers is in checkpoints alone. A cut at a checkpoint is always exact.
+
+Entries of earlier versions do not say what their rows are. Those are doubted, so no cut of them is exact.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -36,10 +38,13 @@ class GroupRows:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The rows of a block by group of layers, and the cuts that its checkpoints serve, [first, last] each."""
+    """The rows of a block by group of layers, the cuts that its checkpoints serve, [first, last] each, and
+    whether all rows were computed from the start.
+    """
 
     groups: list[GroupRows]
     served: list[tuple[int, int]] = field(default_factory=list)
+    computed: bool = False
 
     def serves(self, n: int) -> bool:
         return any(first <= n <= last for first, last in self.served)
@@ -52,12 +57,17 @@ class Coverage:
 def of_block(block: KVBlock) -> Coverage:
     """Return the coverage of a block."""
     groups = [_rows_of(group) for group in block.groups]
-    return Coverage(groups, [(point.first, point.n) for point in block.checkpoints])
+    served = [(point.first, point.n) for point in block.checkpoints]
+    return Coverage(groups, served, block.n_exact == len(block))
 
 
 def to_text(coverage: Coverage) -> str:
     groups = [[group.rows, group.hot] for group in coverage.groups]
-    what = {"groups": groups, "served": coverage.served} if coverage.served else groups
+    what: Any = groups
+    if coverage.computed:
+        what = {"groups": groups, "served": coverage.served, "computed": True}
+    elif coverage.served:  # as earlier versions wrote it
+        what = {"groups": groups, "served": coverage.served}
     return json.dumps(what, separators=(",", ":"))
 
 
@@ -69,10 +79,11 @@ def from_text(text: str) -> Coverage:
     """
     try:
         what = json.loads(text)
-        groups, served = (what["groups"], what["served"]) if isinstance(what, dict) else (what, [])
+        what = what if isinstance(what, dict) else {"groups": what, "served": []}
+        groups, served = what["groups"], what["served"]
         rows = [GroupRows(_checked(rows), _checked(hot)) for rows, hot in groups]
         ranges = _checked([[first, last + 1] for first, last in served])
-        return Coverage(rows, [(begin, end - 1) for begin, end in ranges])
+        return Coverage(rows, [(begin, end - 1) for begin, end in ranges], what.get("computed") is True)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise EntryError("damaged", f"the rows of an entry are not readable: {error}") from error
 
@@ -90,15 +101,15 @@ def verdict(identity: Identity, chain: Sequence[tuple[Coverage, int, int]], n: i
     served = chain[-1][0].serves(n)
     if identity.recurrent and not served:
         return "unusable"
-    has_f16 = True
+    is_exact = all(coverage.computed for coverage, _, _ in chain)
     for i in range(len(chain[0][0].groups)):
         used = [(coverage.groups[i], begin, end) for coverage, begin, end in chain]
         rows = _union(run for group, begin, end in used for run in _clip(group.rows, begin, end))
         if not _has_rows(identity, rows, n, served):
             return "unusable"
         hot = _union(run for group, begin, end in used for run in _clip(group.hot, begin, end))
-        has_f16 = has_f16 and (served or _has_f16_rows(identity, rows, hot, n))
-    return "exact" if has_f16 else "inexact"
+        is_exact = is_exact and (served or _has_f16_rows(identity, rows, hot, n))
+    return "exact" if is_exact else "inexact"
 
 
 def _has_rows(identity: Identity, rows: Runs, n: int, served: bool) -> bool:
@@ -124,7 +135,7 @@ def window_begin(identity: Identity, n: int) -> int:
 
 def verdict_of_end(identity: Identity, coverage: Coverage, p0: int, p1: int) -> Verdict:
     """Return how a block [p0, p1) can be used at its own end, if the blocks before it are complete."""
-    before = Coverage([GroupRows([(0, p0)], [(0, p0)])] * len(coverage.groups))
+    before = Coverage([GroupRows([(0, p0)], [(0, p0)])] * len(coverage.groups), computed=True)
     chain = [(before, 0, p0)] if p0 else []
     return verdict(identity, [*chain, (coverage, p0, p1)], p1)
 

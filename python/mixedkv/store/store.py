@@ -14,6 +14,7 @@ import numpy.typing as npt
 from mixedkv.card import card, rows_of
 from mixedkv.ids import check_session_id, check_tenant
 from mixedkv.kv.block import KVBlock
+from mixedkv.kv.truth import NAMES
 from mixedkv.sizes import GB, size_of
 from mixedkv.store import coverage, live_sequence
 from mixedkv.store.encryption import PLAIN_ENTRIES, Cipher, KeyCipher, KeySource, PlainCipher, check_key_id
@@ -302,10 +303,11 @@ class KVStore:
             raise ValueError("parent: it was computed under another identity")
         if block.foreign:
             raise ValueError("block: another program made its rows: compare them with `load_packed` first")
-        if block.n_exact is not None and block.n_exact < len(block):
+        if block.n_exact < len(block):
             raise ValueError(
-                f"block: its rows from position {block.p0 + block.n_exact} on are not those of an evaluation "
-                f"from the start: export those before"
+                f"block: its row at position {block.p0 + block.n_exact} is "
+                f"{NAMES[block.truth[block.n_exact]]}, and only those of an evaluation from the start are "
+                f"stored: export the rows before it"
             )
         if block.p0 != (parent.n_tokens if parent else 0):
             raise ValueError(
@@ -388,7 +390,7 @@ class KVStore:
     ) -> tuple[str, KVBlock | None]:
         n = len(tokens)
         match, _ = self._entries.find(identity, tokens, exact_only=False)
-        whole = match if match is not None and match.n_tokens == n else None
+        whole = match if match is not None and match.n_tokens == n and match.computed else None
         if whole is not None and whole.exact:
             return self._join(whole, session), None
         parent = worth_building_on(match, coverage.window_begin(identity, n))

@@ -413,6 +413,110 @@ static void test_count_rows(struct llama_context * ctx) {
     EXPECT(NOT_AVAILABLE, mixedkv_count_rows(ctx, 1, 0, 0, -1, &n_rows, &n_hot)); // it is empty
 }
 
+// --- what rows are
+
+static void test_truth_arguments(struct llama_context * ctx, const llama_token * tokens) {
+    enum mixedkv_truth truth[N_TOKENS];
+    int32_t            n    = 0;
+    uint64_t           past = 0;
+
+    EXPECT(INVALID, mixedkv_count_computed(NULL, 0, 0, tokens, N_TOKENS, &n));
+    EXPECT(INVALID, mixedkv_count_computed(ctx, 0, 0, tokens, N_TOKENS, NULL));
+    EXPECT(INVALID, mixedkv_count_computed(ctx, 0, 0, NULL, N_TOKENS, &n));
+    EXPECT(INVALID, mixedkv_count_computed(ctx, 0, -1, tokens, N_TOKENS, &n));
+    EXPECT(NOT_AVAILABLE, mixedkv_count_computed(ctx, -1, 0, tokens, N_TOKENS, &n));
+    EXPECT(NOT_AVAILABLE, mixedkv_count_computed(ctx, INT_MAX, 0, tokens, N_TOKENS, &n));
+
+    EXPECT(INVALID, mixedkv_get_truth(NULL, 0, 0, tokens, N_TOKENS, truth));
+    EXPECT(INVALID, mixedkv_get_truth(ctx, 0, 0, tokens, N_TOKENS, NULL));
+    EXPECT(INVALID, mixedkv_get_truth(ctx, 0, 0, NULL, N_TOKENS, truth));
+    EXPECT(INVALID, mixedkv_get_truth(ctx, 0, -1, tokens, N_TOKENS, truth));
+    EXPECT(INVALID, mixedkv_get_truth(ctx, 0, INT_MAX, tokens, N_TOKENS, truth));
+    EXPECT(INVALID, mixedkv_get_truth(ctx, 0, 0, tokens, UINT32_MAX, truth));
+    EXPECT(NOT_AVAILABLE, mixedkv_get_truth(ctx, -1, 0, tokens, N_TOKENS, truth));
+    EXPECT(NOT_AVAILABLE, mixedkv_get_truth(ctx, INT_MAX, 0, tokens, N_TOKENS, truth));
+    EXPECT(OK, mixedkv_get_truth(ctx, 0, 0, NULL, 0, NULL));
+
+    EXPECT(INVALID, mixedkv_set_truth(NULL, 0, 0, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED));
+    EXPECT(INVALID, mixedkv_set_truth(ctx, 0, 0, 0, NULL, N_TOKENS, MIXEDKV_COMPUTED));
+    EXPECT(INVALID, mixedkv_set_truth(ctx, 0, -1, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED));
+    EXPECT(INVALID, mixedkv_set_truth(ctx, 0, 0, 0, tokens, N_TOKENS, (enum mixedkv_truth)5));
+    EXPECT(INVALID, mixedkv_set_truth(ctx, 0, 0, 0, tokens, N_TOKENS, (enum mixedkv_truth)-1));
+    EXPECT(NOT_AVAILABLE, mixedkv_set_truth(ctx, -1, 0, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED));
+    EXPECT(NOT_AVAILABLE, mixedkv_set_truth(ctx, INT_MAX, 0, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED));
+
+    EXPECT(INVALID, mixedkv_get_past(NULL, 0, 0, &past));
+    EXPECT(INVALID, mixedkv_get_past(ctx, 0, -1, &past));
+    EXPECT(INVALID, mixedkv_get_past(ctx, 0, 0, NULL));
+    EXPECT(NOT_AVAILABLE, mixedkv_get_past(ctx, -1, 0, &past));
+    EXPECT(NOT_AVAILABLE, mixedkv_get_past(ctx, INT_MAX, 0, &past));
+
+    EXPECT(INVALID, mixedkv_limit_truth(NULL, 0, 0, -1, MIXEDKV_DOUBTED));
+    EXPECT(INVALID, mixedkv_limit_truth(ctx, 0, -1, -1, MIXEDKV_DOUBTED));
+    EXPECT(INVALID, mixedkv_limit_truth(ctx, 0, 0, -1, (enum mixedkv_truth)INT_MAX));
+    EXPECT(NOT_AVAILABLE, mixedkv_limit_truth(ctx, -1, 0, -1, MIXEDKV_DOUBTED));
+    EXPECT(NOT_AVAILABLE, mixedkv_limit_truth(ctx, INT_MAX, 0, -1, MIXEDKV_DOUBTED));
+}
+
+static void expect_number(int want, int got) {
+    if (got != want) {
+        printf("FAILED, %d instead of %d\n", got, want);
+        n_failed++;
+    }
+}
+
+static void expect_truth(struct llama_context * ctx, const llama_token * tokens, int at, int n, enum mixedkv_truth wanted) {
+    enum mixedkv_truth truth[N_TOKENS];
+
+    EXPECT(OK, mixedkv_get_truth(ctx, 0, at, tokens + at, (uint32_t)n, truth));
+    for (int i = 0; i < n; i++) {
+        expect_number((int)wanted, (int)truth[i]);
+    }
+}
+
+static void expect_computed(struct llama_context * ctx, const llama_token * tokens, int wanted) {
+    int32_t n = -1;
+
+    EXPECT(OK, mixedkv_count_computed(ctx, 0, 0, tokens, N_TOKENS, &n));
+    expect_number(wanted, n);
+}
+
+static void test_truth(struct llama_context * ctx) {
+    llama_token tokens[N_TOKENS], others[N_TOKENS];
+    uint64_t    past = 0;
+
+    for (int i = 0; i < N_TOKENS; i++) {
+        tokens[i] = 3 + i * 7 % 200; // as decode() evaluates them
+        others[i] = i < 20 ? tokens[i] : 1;
+    }
+    test_truth_arguments(ctx, tokens);
+
+    expect_computed(ctx, tokens, N_TOKENS);
+    expect_truth(ctx, tokens, 0, N_TOKENS, MIXEDKV_COMPUTED);
+    expect_computed(ctx, others, 20);
+    expect_truth(ctx, others, 20, N_TOKENS - 20, MIXEDKV_DOUBTED);
+
+    EXPECT(OK, mixedkv_limit_truth(ctx, 0, 10, 12, MIXEDKV_APPROXIMATE));
+    EXPECT(OK, mixedkv_limit_truth(ctx, 0, 10, 12, MIXEDKV_COMPUTED)); // no better for that
+    expect_computed(ctx, tokens, 10);
+    expect_truth(ctx, tokens, 10, 2, MIXEDKV_APPROXIMATE);
+    expect_truth(ctx, tokens, 12, N_TOKENS - 12, MIXEDKV_COMPUTED);
+
+    expect_number(0, decode(ctx, 4, N_TOKENS, 0)); // no better than the worst that they attend to
+    EXPECT(OK, mixedkv_set_truth(ctx, 0, 10, 0, tokens + 10, 2, MIXEDKV_COMPUTED)); // behind nothing, which it is not
+    expect_computed(ctx, tokens, 10);
+    EXPECT(OK, mixedkv_get_past(ctx, 0, 10, &past));
+    expect_number(true, past == mixedkv_extend_past(0, tokens, 10));
+    EXPECT(OK, mixedkv_set_truth(ctx, 0, 10, past, tokens + 10, 2, MIXEDKV_COMPUTED));
+    expect_computed(ctx, tokens, N_TOKENS);
+    EXPECT(OK, mixedkv_get_past(ctx, 0, 0, &past));
+    expect_number(true, past == 0 && mixedkv_extend_past(7, NULL, 0) == 7);
+    expect_number(true, llama_memory_seq_rm(llama_get_memory(ctx), 0, N_TOKENS, -1));
+
+    expect_number(0, (int)strlen(mixedkv_refused(ctx)));
+    expect_number(0, (int)strlen(mixedkv_refused(NULL)));
+}
+
 static void test_export(struct llama_context * ctx) {
     int32_t  ints[3][N_CTX];
     void *   k      = calloc(N_CTX, MAX_ROW);
@@ -728,6 +832,7 @@ int main(int argc, char ** argv) {
         return EXIT_FAILURE;
     }
     test_lists(ctx);
+    test_truth(ctx);
     test_read_rows(ctx);
     test_count_rows(ctx);
     test_export(ctx);

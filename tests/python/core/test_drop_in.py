@@ -61,8 +61,22 @@ def test_the_last_reference_frees(zoo_path: Callable[[str], Path]) -> None:
     kv, alive = llm.kv, weakref.ref(llm)
     del llm
     assert alive() is None
-    with pytest.raises(ClosedError, match="gone"):
+    with pytest.raises(ClosedError, match=r"are gone\. Keep the Llama itself \(llm = Llama\(\.\.\.\)\)"):
         kv.stats()
+
+
+def test_ctrl_c_while_a_sampler_is_freed_ends_a_completion(zoo_path: Callable[[str], Path]) -> None:
+    """In the `__del__` of the one before, Python would print it and go on."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with Llama(zoo_path("llama-64"), **OPTIONS) as llm:
+        greedy(llm, TOKENS[:20])
+        llm._sampler._exit_stack.callback(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            greedy(llm, TOKENS[:20])
+        assert len(greedy(llm, TOKENS[:20])) == 8
 
 
 def test_drafts_may_be_longer_than_a_micro_batch(zoo_path: Callable[[str], Path]) -> None:

@@ -264,7 +264,7 @@ def slid(direct: Direct, first: int) -> tuple[list[Message], Sequence]:
 @pytest.mark.parametrize("reuse", ["exact", "prefix", True])
 def test_nobody_else_takes_them(direct: Direct, reuse: Any) -> None:
     _, seq = slid(direct, 200)
-    assert not seq.exact
+    assert not direct.engine.call(lambda: direct.engine.pool.is_exact(seq)).result()
     tokens = [*seq.tokens, *direct.tokens("<|end|>")][: N_CTX - 40]
     job, _ = direct.answer(tokens, 4, reuse=reuse)
     assert (job.n_cached or 0) <= 64  # of the first message

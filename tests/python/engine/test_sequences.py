@@ -15,6 +15,7 @@ from mixedkv.engine.schedule.sequence import Sequence
 from mixedkv.engine.schedule.sequences import NO_MATCH, SequenceMatch, SequencePool
 from mixedkv.engine.schedule.tenant_limits import TenantLimits
 from mixedkv.kv.checkpoint import Checkpoint
+from mixedkv.kv.truth import APPROXIMATE, COMPUTED, Truth
 from mixedkv.prompts.overflow import Gap, LongPrompt
 
 pytestmark = pytest.mark.core
@@ -46,8 +47,9 @@ class FakeMemory:
         state = np.zeros(1000, np.uint8)
         return Checkpoint(n=n, first=self.rule.saved_from(n), state=state)
 
-    def short_from(self) -> list[int]:
-        return [self.short.get(i, -1) for i in range(self.n_seq)]
+    def truth(self, seq: int, tokens: Any, p0: int = 0) -> Truth:
+        short = self.short.get(seq, p0 + len(tokens))
+        return np.array([COMPUTED if p0 + i < short else APPROXIMATE for i in range(len(tokens))], np.uint8)
 
     def resume(self, point: Checkpoint, n: int, source: int, target: int) -> None:
         if self.refuses:
@@ -293,40 +295,28 @@ def test_a_paused_answer_goes_on_without_its_f16_rows_and_says_so() -> None:
 def test_what_was_evaluated_without_f16_rows_is_not_exact() -> None:
     pool, memory = make_pool(4, MIXED)
     first, other = (run(pool, tokens(at, at + 50), release=False) for at in (0, 1000))
-    pool.evaluated()
-    assert first.exact
-    assert other.exact
+    assert pool.is_exact(first)
     memory.short[first.id] = 40
-    pool.evaluated()
-    assert not first.exact
-    assert other.exact
-    memory.short.clear()
-    pool.drop(first)
-    pool.evaluated()
-    assert first.exact
+    assert not pool.is_exact(first)
+    assert pool.is_exact(first, end=40)
+    assert pool.is_exact(other)
 
 
 def test_checkpoints_from_before_f16_rows_made_room_stay_exact() -> None:
     pool, memory = make_pool(4, MIXED)
     seq = run(pool, tokens(0, 300), save_at=[100], release=False)
     memory.short[seq.id] = 250
-    pool.evaluated()
     pool.release(seq)
     pool.save(seq)
     assert [point.n for point in seq.checkpoints] == [100]  # none of rows that are not exact
     match = pool.match("", tokens(0, 400))
     assert (match.n, match.exact, match.checkpoint.n) == (100, True, 100)
-    memory.short.clear()  # as its rows behind the checkpoint go
-    again = pool.acquire("", match)
-    pool.evaluated()
-    assert again.exact
 
 
 def test_f16_rows_of_idle_sequences_are_free_until_they_go_on() -> None:
     pool, memory = make_pool(4, MIXED)
     exact, short = (run(pool, tokens(at, at + 50), release=False) for at in (0, 1000))
     memory.short[short.id] = 40
-    pool.evaluated()
     for seq in (exact, short):
         memory.lengths[seq.id] = 50
         pool.save(seq)

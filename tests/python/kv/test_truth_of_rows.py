@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import numpy as np
 import pytest
 
-from mixedkv import KVBlock, Llama
+from mixedkv import KVBlock, Llama, _core
 from mixedkv.engine.prompt_cache import PromptCache
+from mixedkv.kv.truth import extend_past
 from mixedkv.store import Identity, KVStore
 
 OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
@@ -55,16 +57,40 @@ def test_a_block_says_it_on_every_way(llm: Llama) -> None:
     llm.kv.copy(0, 1)
     llm.reset()
     assert llm.kv.export(1, tokens=TOKENS).n_exact == 120
-    with KVStore(None) as store, pytest.raises(ValueError, match="position 120 on"):
+    with KVStore(None) as store, pytest.raises(ValueError, match="position 120 is doubted"):
         store.put(Identity.of(llm), again)
     llm.kv.remove(0)
     llm.kv.load(again)
     assert llm.kv.exact_tokens == 120
 
 
+def test_a_block_behind_other_tokens_is_approximate(llm: Llama) -> None:
+    """Its rows were computed from what was before them."""
+    block = llm.kv.export(p0=40, p1=100)
+    for part in (block, block.slice(60, 100)):
+        for before, n_exact in ((TOKENS, 100), (OTHER, part.p0)):
+            llm.reset()
+            llm.eval(before[: part.p0])
+            llm.kv.load(part)
+            assert (llm.n_tokens, llm.kv.exact_tokens) == (100, n_exact)
+
+
+def test_the_hash_of_the_past_is_the_librarys() -> None:
+    tokens = np.array([0, 5, -1, -7, 2**31 - 1, *TOKENS], np.int32)
+    assert extend_past(2**64 - 3, tokens) == _core.extend_past(2**64 - 3, tokens)
+
+
+def test_a_part_of_another_sequence_is_approximate(llm: Llama) -> None:
+    llm.kv.copy(0, 1)
+    llm.reset()
+    llm.eval(OTHER[:40])
+    llm.kv.copy(1, 0, 40, 100)
+    assert llm.kv.exact(0, [*OTHER[:40], *TOKENS[40:100]]) == 40
+
+
 def test_a_block_that_does_not_say_is_doubted(llm: Llama) -> None:
     block = llm.kv.export(p1=100)
-    description = {name: value for name, value in block.describe().items() if name != "n_exact"}
+    description = {name: value for name, value in block.describe().items() if name != "truth"}
     llm.reset()
     llm.kv.load(KVBlock.from_arrays(description, block.to_arrays()))
     assert (llm.n_tokens, llm.kv.exact_tokens) == (100, 0)
@@ -88,6 +114,29 @@ def test_shared_cells_that_move_move_for_all(llm: Llama) -> None:
     llm.kv.shift(1, 80, 110, -30)
     assert llm.n_tokens == 0
     assert llm.kv.exact(1, TOKENS[:50]) == 50
+
+
+def test_a_position_that_is_there_twice_is_not_vouched_for(llm: Llama) -> None:
+    """Cells that another sequence shares move onto a position that it has already."""
+    llm.kv.copy(0, 1)
+    llm.kv.remove(1, 50, 80)
+    llm.kv.shift(1, 80, 110, -31)
+    assert llm.kv.exact(0, TOKENS) == 49
+
+
+def test_rows_that_were_moved_and_moved_back_are_approximate(llm: Llama) -> None:
+    """Two turns of a key round twice. llama.cpp's own function moves them, past `llm.kv`."""
+    llm.kv.remove(0, 50)
+    memory = llama_cpp.llama_get_memory(llm.ctx)
+    llama_cpp.llama_memory_seq_add(memory, 0, 10, 50, 7)
+    llama_cpp.llama_memory_seq_add(memory, 0, 17, 57, -7)
+    assert llm.kv.exact_tokens == 50  # nothing was turned in between
+    llama_cpp.llama_memory_seq_add(memory, 0, 10, 50, 7)
+    assert llm.kv.exact(0, TOKENS[:10]) == 10
+    llama_cpp.llama_memory_seq_add(memory, 0, 17, 57, -7)
+    assert llm.kv.exact_tokens == 10
+    llm.eval(TOKENS[:3])
+    assert llm.kv.exact_tokens == 10
 
 
 def test_a_state_is_doubted_in_cells_that_were_not(zoo_path: Callable[[str], Path]) -> None:
@@ -124,7 +173,7 @@ def test_sequences_of_an_engine(kv: str, zoo_path: Callable[[str], Path]) -> Non
         cache.generate(TOKENS[:80] + OTHER[:30], max_tokens=4, temperature=0)
         held = cache.engine.call(
             lambda: [
-                (seq.exact, len(seq.tokens), llm.kv.exact(seq.id, np.asarray(seq.tokens, np.int32)))
+                (cache.engine.pool.is_exact(seq), len(seq.tokens), llm.kv.exact(seq.id, seq.tokens))
                 for seq in cache.engine.pool.held()
             ]
         ).result()

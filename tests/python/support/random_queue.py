@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.schedule.tenant_limits import TenantLimits
 from mixedkv.images.picture import Picture
 from mixedkv.kv.checkpoint import Checkpoint
+from mixedkv.kv.truth import APPROXIMATE, COMPUTED, Truth, all_of
 from mixedkv.prompts.overflow import NOWHERE, LongPrompt, head_of
 from support.scheduler_support import Cells, Desk
 
@@ -35,8 +37,8 @@ class UnsteadyCells(Cells):
     def holds(self, seq: int, n: int) -> bool:
         return super().holds(seq, n) and self._chance.random() > 0.05
 
-    def short_from(self) -> list[int]:
-        return [0 if self._chance.random() < 0.01 else -1 for _ in range(self.n_seq)]
+    def truth(self, seq: int, tokens: Any, p0: int = 0) -> Truth:
+        return all_of(len(tokens), APPROXIMATE if self._chance.random() < 0.01 else COMPUTED)
 
     def resume(self, point: Checkpoint, n: int, source: int, target: int) -> None:
         if self._chance.random() < 0.05:

@@ -15,6 +15,7 @@ from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.engine.schedule.sequences import SequencePool
 from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
 from mixedkv.kv.checkpoint import Checkpoint
+from mixedkv.kv.truth import COMPUTED, Truth, all_of
 from mixedkv.prompts.overflow import NOWHERE, cut, head_of
 
 N_CTX, N_BATCH = 256, 64
@@ -89,8 +90,8 @@ class Cells:
     def holds(self, seq: int, n: int) -> bool:
         return self.rule.cut_is_exact(self.length(seq), n)
 
-    def short_from(self) -> list[int]:
-        return [-1] * self.n_seq
+    def truth(self, seq: int, tokens: Any, p0: int = 0) -> Truth:
+        return all_of(len(tokens), COMPUTED)
 
     def rest(self, seq: int) -> None:
         pass

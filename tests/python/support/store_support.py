@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from mixedkv.kv.block import KVBlock, LayerRows, RowGroup, row_bytes
+from mixedkv.kv.truth import COMPUTED, all_of
 from mixedkv.store import Identity, KVStore
 
 N_HEAD_KV, HEAD = 2, 32
@@ -26,16 +27,18 @@ def make_block(
     hot: list[int] | None = None,
     window: list[int] | None = None,
     seed: int = 0,
+    truth: int = COMPUTED,
 ) -> KVBlock:
     """A block of random rows. `hot` are positions with an F16 copy, `window` those that a second group of
-    layers has, as a sliding window would.
+    layers has, as a sliding window would. `truth` is what all rows are said to be.
     """
     rng = np.random.default_rng([seed, p0, len(tokens)])
     p1 = p0 + len(tokens)
     groups = [_group(rng, list(range(p0, p1)), hot or [], kind, range(n_layers))]
     if window is not None:
         groups.append(_group(rng, window, hot or [], kind, range(n_layers, n_layers + 1)))
-    return KVBlock(p0=p0, p1=p1, tokens=np.array(tokens, np.int32), groups=tuple(groups))
+    ids, known = np.array(tokens, np.int32), all_of(len(tokens), truth)
+    return KVBlock(p0=p0, p1=p1, tokens=ids, groups=tuple(groups), truth=known)
 
 
 def _group(

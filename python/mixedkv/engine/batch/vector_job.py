@@ -59,9 +59,9 @@ class VectorJob(Job):
         self.rows = resume  # the sequence that has the session's rows
         self._pieces: list[Vectors] = []
 
-    def begin(self, seq: Sequence, n_cached: int) -> bool:
+    def begin(self, seq: Sequence, n_cached: int, exact: bool) -> bool:
         self.rows = seq
-        return super().begin(seq, n_cached)
+        return super().begin(seq, n_cached, exact)
 
     def inputs(self, p0: int, p1: int) -> npt.NDArray[Any]:
         return self.vectors[p0 - self.first : p1 - self.first]

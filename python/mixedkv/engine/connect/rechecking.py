@@ -49,7 +49,6 @@ def evaluate_copy(llm: Llama, pool: SequencePool, seq: CacheSequence, doubt: Dou
         again = evaluate_again(llm.kv, copy.id, doubt.match.tokens, doubt.spans)
     finally:
         pool.drop(copy)
-    pool.evaluated()
     return doubt.settle(again)
 
 

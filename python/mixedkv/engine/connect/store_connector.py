@@ -116,7 +116,7 @@ class StoreConnector:
     def offload(self, job: Job) -> None:
         """Hand a finished job's rows to the thread that stores them."""
         seq = job.seq
-        if seq is not None and seq.exact and len(seq.tokens) >= job.least:
+        if seq is not None and len(seq.tokens) >= job.least and self._engine.pool.is_exact(seq):
             tokens = np.array(seq.tokens, np.int32)
             self._n_unstored += 1
             rows = SequenceRows(seq, seq.version, tokens)

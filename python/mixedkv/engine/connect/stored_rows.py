@@ -69,7 +69,7 @@ class StoredRows:
         whose rows that entry does not have in F16.
         """
         match = store.find(identity, tokens, remote=False)
-        if match is not None and match.n_tokens == len(tokens):
+        if match is not None and match.n_tokens == len(tokens) and match.computed:
             return match
         return worth_building_on(match, max(0, len(tokens) - self._window))
 
@@ -83,7 +83,7 @@ class StoredRows:
                 return None
             kv, seq, n = self._engine.llm.kv, rows.seq, len(rows.tokens)
             block = kv.export(seq.id, p0, p1, rows.tokens[p0:p1])
-            if block.n_exact is not None and block.n_exact < len(block):
+            if block.n_exact < len(block):
                 return None
             whole = kv.holds(seq.id, n)  # its end needs no checkpoint
             points = {point.n: point for point in seq.checkpoints if point.n < n or not whole}

@@ -48,8 +48,8 @@ class Job(Progress):
         thought = self.answer.thought
         return min(thought.n_tokens, self.n_answer) if thought is not None else 0
 
-    def begin(self, seq: Sequence, n_cached: int) -> bool:
-        is_first = super().begin(seq, n_cached)
+    def begin(self, seq: Sequence, n_cached: int, exact: bool) -> bool:
+        is_first = super().begin(seq, n_cached, exact)
         if is_first and self.answer.sampler is not None:
             latest = self.prompt[-_LATEST:]
             self.answer.sampler.accept_prompt(latest[latest >= 0].tolist())

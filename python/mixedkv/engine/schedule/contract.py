@@ -21,9 +21,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+import numpy.typing as npt
+
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.close_gap import Movable
+from mixedkv.kv.truth import Truth
 
 P = TypeVar("P", bound=Progress)
 
@@ -44,7 +47,7 @@ class SequenceMemory(Movable, Protocol):
 
     def has_rows(self, seq: int, n: int) -> bool: ...
 
-    def short_from(self) -> list[int]: ...
+    def truth(self, seq: int, tokens: npt.ArrayLike, p0: int = 0) -> Truth: ...
 
     def rest(self, seq: int) -> None: ...
 

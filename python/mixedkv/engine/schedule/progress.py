@@ -199,11 +199,11 @@ class Progress:
             max(0, len(picture) - len(picture.ids)) for picture in self.pictures.values()
         )
 
-    def begin(self, seq: Sequence, n_cached: int) -> bool:
-        """Have a sequence with `n_cached` tokens of the prompt in it. Returns whether it is the first, so not
-        after a pause or a preemption.
+    def begin(self, seq: Sequence, n_cached: int, exact: bool) -> bool:
+        """Have a sequence with `n_cached` tokens of the prompt in it, which can be gone on from exactly or
+        not. Returns whether it is the first, so not after a pause or a preemption.
         """
-        self.seq, self.exact = seq, self.exact and seq.exact
+        self.seq, self.exact = seq, self.exact and exact
         if self.n_cached is not None:
             return False
         self.set_cached(n_cached)
@@ -234,7 +234,7 @@ class Progress:
         """
         assert self.seq is not None
         self.seq.tokens.extend(self.prompt[self.n_rows : -1].tolist())
-        self.seq.exact, self.seq.stitched, self.seq.chunks = False, True, self.request.chunks
+        self.seq.stitched, self.seq.chunks = True, self.request.chunks
         self.exact = False
         self.n_cached, self.n_approximate = (self.n_cached or 0) + n_kept, self.n_approximate + n_kept
         self.passages = None

@@ -245,7 +245,7 @@ class Scheduler(Generic[P]):
         if seq is None:
             return False
         seq.gap = job.gap
-        if job.begin(seq, match.n):
+        if job.begin(seq, match.n, match.exact):
             self._observer.started(job)
         if match.moved and job.gap is not None:  # a prompt that slid has no chunks to repair or to check
             job.set_passages(None, "")
@@ -378,7 +378,6 @@ class Scheduler(Generic[P]):
     def evaluated(self, step: StepPlan[P]) -> None:
         """Note that the step's tokens have rows."""
         self.waiting.count_step(self.running)
-        self.pool.evaluated()
         for run in [*step.runs[step.n_streams :], *step.stitches, *step.pictures]:
             self._prompt_service.add(run.job.tenant, run.n)
         self.to_save += filter(None, map(self._add_rows, step.runs))
@@ -393,7 +392,7 @@ class Scheduler(Generic[P]):
         job, seq = run.job, run.job.seq
         assert seq is not None
         seq.tokens.extend(job.tokens[job.n_rows : job.n_rows + run.n])
-        job.exact = job.exact and seq.exact
+        job.exact = job.exact and self.pool.is_exact(seq, len(seq.tokens) - run.n)
         return seq if job.n_rows in job.save_at else None
 
     def save(self) -> None:

@@ -18,7 +18,6 @@ class Sequence:
     """One sequence of the context. `tokens` are those that have rows, in order of position.
 
     Attributes:
-        exact: its rows are what evaluating the tokens from the start gives.
         keep: a prefix that was asked for; it is copied, never continued, and evicted after others.
         paused: rows of an answer that goes on later: not continued by others, and evicted last of all.
         checkpoints: what it held besides rows when it was shorter, in order of length.
@@ -38,7 +37,6 @@ class Sequence:
     tenant: str = ""
     tokens: array[int] = field(default_factory=lambda: array("i"))
     running: bool = False
-    exact: bool = True
     keep: bool = False
     paused: bool = False
     checkpoints: list[Checkpoint] = field(default_factory=list)

@@ -122,7 +122,6 @@ class SequencePool:
                 len(seq.tokens),
                 len(seq.checkpoints),
                 seq.running,
-                seq.exact,
                 seq.whole,
                 seq.chunks,
             )
@@ -171,7 +170,7 @@ class SequencePool:
             if not self._has_rows(seq, n + more):
                 continue
             if gap is None or gap.is_of(prompt.tokens):  # checked last, since it hashes the whole gap
-                exact = seq.exact and not more
+                exact = not more and self.is_exact(seq)
                 best, n_dropped = SequenceMatch(seq, n, exact, n, head=prompt.head, dropped=more), dropped
         return best, n_dropped
 
@@ -195,15 +194,22 @@ class SequencePool:
     def _match(self, seq: Sequence, n: int, exact_only: bool) -> SequenceMatch:
         """Return a match with the first n tokens of a sequence, or as many of them as can be used."""
         goes_on = seq.whole and self.rule.cut_is_exact(len(seq.tokens), n)
-        if goes_on and (seq.exact or (not exact_only and self._has_rows(seq, n))):
-            return SequenceMatch(seq, n, seq.exact, n)
+        exact = goes_on and self.is_exact(seq, end=n)
+        if exact or (goes_on and not exact_only and self._has_rows(seq, n)):
+            return SequenceMatch(seq, n, exact, n)
         if not exact_only and self.rule.only_approximate and not seq.stitched and self._has_rows(seq, n):
             return SequenceMatch(seq, n, False, n)
         at, point = served(seq.checkpoints, n)
-        exact = seq.exact or not seq.stitched  # none was taken after rows of an evaluation had become inexact
+        exact = point is not None and self.is_exact(seq, end=at)
         if point is None or at < MIN_SHARED or (exact_only and not exact):
             return replace(NO_MATCH, longest=n)
         return SequenceMatch(seq, at, exact, n, point)
+
+    def is_exact(self, seq: Sequence, begin: int = 0, end: int | None = None) -> bool:
+        """Return whether a sequence's rows of tokens [begin, end) are those that evaluating from the start
+        gives.
+        """
+        return not self._memory.truth(seq.id, seq.tokens[begin:end], begin).any()
 
     def confirm(self, match: SequenceMatch) -> bool:
         """Return whether the source still holds what the match needs, which may have been needed elsewhere;
@@ -238,7 +244,7 @@ class SequencePool:
             return None
         seq.tenant, seq.running, seq.session = tenant, True, None
         seq.keep = seq.paused = False
-        seq.exact, seq.whole = match.exact, True
+        seq.whole = True
         seq.stitched = source is not None and (source.stitched or match.dropped > 0)
         seq.chunks = source.chunks if source is not None and seq.stitched else None
         seq.gap, seq.n_prompt = None, 0
@@ -254,13 +260,14 @@ class SequencePool:
         """
         if not self.limits.per_sequence or self.rule.anywhere:
             return
-        if seq.exact and not seq.saved:
+        exact = self.is_exact(seq)
+        if exact and not seq.saved:
             point = self._memory.checkpoint(seq.id)
             if point is None:
                 return
             seq.checkpoints = thinned([*seq.checkpoints, point], self.limits.per_sequence)
             self._make_room(seq)
-        if not seq.running and (seq.saved or not seq.exact):
+        if not seq.running and (seq.saved or not exact):
             self._memory.rest(seq.id)
 
     @property
@@ -299,13 +306,8 @@ class SequencePool:
             return NO_MATCH
         if not self._has_rows(seq, n):
             return NO_MATCH
-        match = SequenceMatch(seq, n, seq.exact and self._memory.holds(seq.id, n), 0)
+        match = SequenceMatch(seq, n, self._memory.holds(seq.id, n) and self.is_exact(seq, end=n), 0)
         return match if n == len(seq.tokens) or self._cut(seq, match) is not None else NO_MATCH
-
-    def evaluated(self) -> None:
-        """Mark sequences as inexact whose F16 rows had made room for others in this step."""
-        for seq, first in zip(self._all, self._memory.short_from(), strict=True):
-            seq.exact = seq.exact and first < 0
 
     def forget(self, tenant: str, session: str) -> None:
         """Drop the prefix of a session."""
@@ -323,7 +325,7 @@ class SequencePool:
         """Free a sequence's rows and its place."""
         self.clear(seq)
         seq.running = seq.keep = seq.paused = seq.guest = False
-        seq.exact, seq.session, seq.stitched, seq.gap = True, None, False, None
+        seq.session, seq.stitched, seq.gap = None, False, None
 
     def clear(self, seq: Sequence) -> None:
         """Remove the rows of a sequence."""
@@ -348,11 +350,11 @@ class SequencePool:
         except (ValueError, UnsupportedModelError) as error:
             log.warning("rows cannot be moved, so they are evaluated again: %s", error)
             self.clear(seq)
-            seq.exact, seq.stitched = True, False
+            seq.stitched = False
             return False
         del seq.tokens[begin:end]
         seq.checkpoints = [point for point in seq.checkpoints if point.n <= begin]
-        seq.exact, seq.stitched, seq.shared = False, True, min(seq.shared, begin)
+        seq.stitched, seq.shared = True, min(seq.shared, begin)
         seq.version += 1
         return True
 

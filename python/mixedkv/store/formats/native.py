@@ -20,7 +20,8 @@ from mixedkv.kv.block import KVBlock
 from mixedkv.store.entry_error import EntryError
 
 FORMAT = "mixedkv.block"
-VERSIONS = ("1", "2")
+VERSION = "3"
+_READ = ("1", "2", VERSION)  # rows of the former versions are doubted
 _MAX_HEADER = 1 << 24  # 0.2% of what an entry of 8 GiB takes; a layer needs some 600 bytes
 _MAX_DIM = 1 << 40
 _DTYPES: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "F16": np.dtype("<f2"), "U8": np.dtype("u1")}
@@ -31,7 +32,7 @@ def encode(block: KVBlock, *, identity: bytes, entry: str) -> list[memoryview]:
     """Encode a block to the bytes of a file, in pieces."""
     metadata = {
         "format": FORMAT,
-        "version": _version(block),
+        "version": VERSION,
         "identity": identity.hex(),
         "entry": entry,
         "block": json.dumps(block.describe(), separators=(",", ":")),
@@ -69,7 +70,8 @@ def decode(
         _check_checksum(data, header_bytes, metadata["checksum"])
     arrays = dict(_arrays(header, data[8 + len(header_bytes) :]))
     try:
-        return KVBlock.from_arrays(_parse(metadata["block"]), arrays)
+        block = KVBlock.from_arrays(_parse(metadata["block"]), arrays)
+        return block if metadata["version"] == VERSION else block.doubted()
     except ValueError as error:
         raise EntryError("damaged", str(error)) from error
 
@@ -91,19 +93,10 @@ def _check_metadata(metadata: Any) -> dict[str, str]:
         _damaged("its metadata is not complete")
     if metadata["format"] != FORMAT:
         _damaged(f"its format is {metadata['format'][:64]!r}, not {FORMAT!r}")
-    if metadata["version"] not in VERSIONS:
-        known = " or ".join(VERSIONS)
+    if metadata["version"] not in _READ:
+        known = " or ".join(_READ)
         raise EntryError("version", f"its version is {metadata['version'][:64]!r}, not {known}")
     return metadata
-
-
-def _version(block: KVBlock) -> str:
-    """Return the oldest version that can hold the block, so that older readers read what they can."""
-    groups = [*block.groups, *(group for point in block.checkpoints for group in point.groups)]
-    new = any(
-        group.xy is not None or any(not layer.head_size_v for layer in group.layers) for group in groups
-    )
-    return VERSIONS[new]
 
 
 def _check_checksum(data: npt.NDArray[np.uint8], header: bytes, checksum: str) -> None:

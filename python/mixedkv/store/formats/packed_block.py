@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.kv.block import KVBlock, LayerRows, RowGroup
+from mixedkv.kv.truth import FOREIGN, all_of
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.store.formats.packed import Array, Layers
 from mixedkv.tokens import as_tokens
@@ -82,7 +83,7 @@ def block_from_packed(
         )
     none = np.empty(0, np.int32)
     group = RowGroup(positions=np.arange(n, dtype=np.int32), hot=none, slots=none, layers=tuple(rows))
-    return KVBlock(p0=0, p1=n, tokens=ids, groups=(group,), foreign=True)
+    return KVBlock(p0=0, p1=n, tokens=ids, groups=(group,), truth=all_of(n, FOREIGN))
 
 
 def packed_from_block(block: KVBlock) -> Layers:
