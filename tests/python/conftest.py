@@ -51,7 +51,7 @@ def tier(item: pytest.Item) -> str:
         return "nightly"  # which may be downloaded
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     name = parameters.get("name")
-    if found in ("core", "full") and name in zoo.SHAPES and name not in CORE_MODELS:
+    if found in ("core", "full") and name in tuple(zoo.SHAPES) and name not in CORE_MODELS:
         return "nightly" if parameters.get("attention") == "merged" else "full"
     return found
 

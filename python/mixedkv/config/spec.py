@@ -77,6 +77,7 @@ def in_words_of_spec(options: Mapping[str, str], message: str) -> str:
     """Return a message about fields of a `MixedKVConfig` with the keys that a spec has for them."""
     keys = {field: key for key, field in KEYS.items()}
     if "cold" in options:
+        message = message.replace("cold_type_k, cold_type_v", "cold_type_k")
         keys["cold_type_k"] = keys["cold_type_v"] = "cold"
     return re.sub(r"\b[a-z]+(?:_[a-z]+)+\b", lambda found: keys.get(found[0], found[0]), message)
 

@@ -335,7 +335,7 @@ def test_unknown_cache(kv: object) -> None:
 
 
 def test_threshold_smaller_than_group() -> None:
-    with pytest.raises(ValueError, match="quantization_threshold=8 is smaller than group_size=16"):
+    with pytest.raises(ValueError, match="threshold=8 is smaller than group=16"):
         Llama(model_path(), kv="mixed:threshold=8")
 
 

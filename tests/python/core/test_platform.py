@@ -23,9 +23,9 @@ try:
     KVStore(sys.argv[1])
 except OSError as error:
     print(error)
-from mixedkv.server import serve
+from mixedkv.server import http_server
 from mixedkv.server.model_watch import ModelWatch
-print(serve._allow_connections(100_000))
+print(http_server._allow_connections(100_000))
 with ModelWatch([sys.argv[2]]) as watch:
     print(watch._changes())
     with open(sys.argv[2], "ab") as file:

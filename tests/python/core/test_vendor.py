@@ -233,7 +233,7 @@ def test_series_applies_to_a_checkout(vendor: Vendor) -> None:
 def test_pin_and_peer_are_one_version() -> None:
     pin = (REPOSITORY / "vendor" / "pin.toml").read_text()
     pinned = re.search(r'^version\s*=\s*"(.+)"$', pin, re.M)
-    required = re.search(r'"llama-cpp-python\[server\]==(.+)"', (REPOSITORY / "pyproject.toml").read_text())
+    required = re.search(r'"llama-cpp-python==(.+)"', (REPOSITORY / "pyproject.toml").read_text())
     assert pinned
     assert required
     assert pinned[1] == required[1]

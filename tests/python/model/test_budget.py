@@ -185,7 +185,7 @@ def test_bits_of_a_llama() -> None:
         ("mixed:budget=0", "budget='0' is not a size"),
         (
             "mixed:budget=2GiB,cold=q8_0",
-            "chooses the cold types: leave cold_type_k, cold_type_v and layers out",
+            "chooses the cold types: leave cold and layers out",
         ),
         ("mixed:balanced,budget=2GiB", "chooses the cold types"),
         ("mixed:layers=0:q8_0,budget=2GiB", "chooses the cold types"),

@@ -135,7 +135,7 @@ def test_a_bad_value_is_one_line_that_says_where_it_came_from(tmp_path: Path) ->
     with pytest.raises(ValueError, match="n_ctx") as caught:
         load_settings({"kv": "q3"}, str(path), environ)
     parts = str(caught.value).split("; ")
-    assert parts[0].startswith("--kv='q3': ")
+    assert parts[0].startswith("--kv='q3' names no cache")
     assert parts[1:] == [
         f"{path}: n_ctx=-1: use at least 0",
         "MIXEDKV_EMBEDDINGS='maybe': use a valid boolean",
