@@ -201,8 +201,8 @@ LLAMA_API enum mixedkv_status mixedkv_find_cut(struct llama_context * ctx, int32
 LLAMA_API enum mixedkv_status mixedkv_count_computed(struct llama_context * ctx, int32_t seq_id, int32_t p0,
                                                      const llama_token * tokens, uint32_t n, int32_t * out);
 
-// What the rows of a sequence at [p0, p0 + n) are, n of them: the worst of all layers. MIXEDKV_DOUBTED where a row is of
-// another token than the given one, or is not there.
+// What the rows of a sequence at [p0, p0 + n) are, n of them: the worst of all layers. MIXEDKV_DOUBTED where a row is
+// of another token than the given one, or is not there.
 LLAMA_API enum mixedkv_status mixedkv_get_truth(struct llama_context * ctx, int32_t seq_id, int32_t p0,
                                                 const llama_token * tokens, uint32_t n, enum mixedkv_truth * out);
 
@@ -212,8 +212,8 @@ LLAMA_API enum mixedkv_status mixedkv_get_past(struct llama_context * ctx, int32
 // The same behind n more tokens.
 LLAMA_API uint64_t mixedkv_extend_past(uint64_t past, const llama_token * tokens, uint32_t n);
 
-// Says what rows of a sequence at [p0, p0 + n) are, of which tokens, and behind which past they were computed: rows that
-// came from outside are MIXEDKV_DOUBTED until then. Behind another past they are MIXEDKV_APPROXIMATE at best.
+// Says what rows of a sequence at [p0, p0 + n) are, of which tokens, and behind which past they were computed: rows
+// that came from outside are MIXEDKV_DOUBTED until then. Behind another past they are MIXEDKV_APPROXIMATE at best.
 LLAMA_API enum mixedkv_status mixedkv_set_truth(struct llama_context * ctx, int32_t seq_id, int32_t p0, uint64_t past,
                                                 const llama_token * tokens, uint32_t n, enum mixedkv_truth truth);
 

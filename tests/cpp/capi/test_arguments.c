@@ -441,7 +441,7 @@ static void test_truth_arguments(struct llama_context * ctx, const llama_token *
     EXPECT(INVALID, mixedkv_set_truth(ctx, 0, 0, 0, NULL, N_TOKENS, MIXEDKV_COMPUTED));
     EXPECT(INVALID, mixedkv_set_truth(ctx, 0, -1, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED));
     EXPECT(INVALID, mixedkv_set_truth(ctx, 0, 0, 0, tokens, N_TOKENS, (enum mixedkv_truth)5));
-    EXPECT(INVALID, mixedkv_set_truth(ctx, 0, 0, 0, tokens, N_TOKENS, (enum mixedkv_truth)-1));
+    EXPECT(INVALID, mixedkv_set_truth(ctx, 0, 0, 0, tokens, N_TOKENS, (enum mixedkv_truth) - 1));
     EXPECT(NOT_AVAILABLE, mixedkv_set_truth(ctx, -1, 0, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED));
     EXPECT(NOT_AVAILABLE, mixedkv_set_truth(ctx, INT_MAX, 0, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED));
 
@@ -465,7 +465,8 @@ static void expect_number(int want, int got) {
     }
 }
 
-static void expect_truth(struct llama_context * ctx, const llama_token * tokens, int at, int n, enum mixedkv_truth wanted) {
+static void expect_truth(struct llama_context * ctx, const llama_token * tokens, int at, int n,
+                         enum mixedkv_truth wanted) {
     enum mixedkv_truth truth[N_TOKENS];
 
     EXPECT(OK, mixedkv_get_truth(ctx, 0, at, tokens + at, (uint32_t)n, truth));
