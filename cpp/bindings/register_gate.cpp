@@ -101,8 +101,9 @@ class gate {
 
   private:
     [[noreturn]] static void raise_closed() {
-        raise("ClosedError", "this Llama is closed: its model and its KV cache are gone. Keep the Llama itself (llm = Llama(...)), "
-                             "and open, for as long as llm.kv is used");
+        raise("ClosedError",
+              "this Llama is closed: its model and its KV cache are gone. Keep the Llama itself (llm = Llama(...)), "
+              "and open, for as long as llm.kv is used");
     }
 
     bool try_come() {

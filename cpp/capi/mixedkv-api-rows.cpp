@@ -172,8 +172,8 @@ uint64_t mixedkv_extend_past(uint64_t past, const llama_token * tokens, uint32_t
     return past;
 }
 
-mixedkv_status mixedkv_set_truth(llama_context * ctx, int32_t seq_id, int32_t p0, uint64_t past, const llama_token * tokens,
-                                 uint32_t n, mixedkv_truth truth) {
+mixedkv_status mixedkv_set_truth(llama_context * ctx, int32_t seq_id, int32_t p0, uint64_t past,
+                                 const llama_token * tokens, uint32_t n, mixedkv_truth truth) {
     return guarded(ctx, [&] {
         require(p0 >= 0 && (tokens || n == 0), MIXEDKV_INVALID, "tokens is NULL, or p0 is negative");
         check_truth(truth);

@@ -139,15 +139,6 @@ class GuardedLlama(llama_cpp.Llama):
             vectors = [vector for vector, _ in made]
             return (vectors, sum(n for _, n in made)) if return_count else vectors
 
-    def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a new sampler after freeing the one before, which otherwise its `__del__` would do: Python
-        prints a Ctrl-C that arrives in there, and goes on.
-        """
-        before, self._sampler = self._sampler, None
-        if before is not None:
-            before.close()
-        return super()._init_sampler(*args, **kwargs)
-
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Any:
         return self.in_turns(self._generate(tokens, *args, **kwargs))
 
@@ -161,6 +152,7 @@ class GuardedLlama(llama_cpp.Llama):
             n = min(n, len(tokens) - 1)
             if n > 0 and not has_logits and (cut := self.kv.longest_cut(0, n)) < n:
                 self.n_tokens = cut
+        _llama_cpp.free_sampler(self)
         yield from super().generate(tokens, *args, **kwargs)
 
     def create_completion(self, *args: Any, **kwargs: Any) -> Any:

@@ -195,6 +195,15 @@ def weights_of(other: llama_cpp.Llama | None) -> Iterator[None]:
             internals.LlamaModel = load
 
 
+def free_sampler(llm: llama_cpp.Llama) -> None:
+    """Free the sampler of the last completion. Otherwise its `__del__` does when the next one is made, where
+    Python prints a Ctrl-C and goes on.
+    """
+    before, llm._sampler = llm._sampler, None
+    if before is not None:
+        before.close()
+
+
 def sampler(llm: llama_cpp.Llama, **sampling: Any) -> Callable[[], int]:
     """Return a sampler that chooses the next token from the latest logits, as `llama_cpp.Llama.generate`
     does.
