@@ -232,6 +232,16 @@ static bool has_run(const llama_kv_cells & cells, llama_seq_id seq_id, llama_pos
     return low >= 0 && low <= begin && cells.seq_pos_get(seq_id).size() >= size_t(cells.seq_pos_max(seq_id) - low + 1);
 }
 
+// the same where cells before `begin` may have been given away, as those are that a window has left
+static bool has_all(const llama_kv_cells & cells, llama_seq_id seq_id, llama_pos begin) {
+    const auto & there = cells.seq_pos_get(seq_id);
+    llama_pos    next  = begin;
+    for (auto it = there.lower_bound({ begin, 0 }); it != there.end() && it->first <= next; ++it) {
+        next = it->first + 1;
+    }
+    return next > cells.seq_pos_max(seq_id);
+}
+
 static llama_pos first_seen(const llama_kv_cache & kv, llama_pos n) {
     const llama_pos n_swa = llama_pos(kv_access::get_n_swa(kv));
     switch (kv_access::get_swa_type(kv)) {
@@ -306,7 +316,9 @@ template <typename F> static void for_each_cell(const llama_kv_cache & kv, const
 // what a sequence lacked in one cache, besides what is wrong with the rows that are there
 static void note_missing(const llama_kv_cache & kv, bool lacks_hot, llama_kv_truth_seq & seq) {
     // an image has several rows at a position
-    if (!kv.has_cell_ext() && !has_run(kv.get_cells(seq.id), seq.id, first_seen(kv, seq.first))) {
+    const auto &    cells = kv.get_cells(seq.id);
+    const llama_pos begin = first_seen(kv, seq.first);
+    if (!kv.has_cell_ext() && !has_run(cells, seq.id, begin) && !has_all(cells, seq.id, begin)) {
         seq.worst = std::max(seq.worst, MIXEDKV_INCOMPLETE);
     }
     if (lacks_hot) {
