@@ -28,11 +28,15 @@ from mixedkv.store.entry_error import EntryError
 from mixedkv.store.entry_row import EntryRow
 from mixedkv.store.identity import Identity
 from mixedkv.store.lookup import BLOCK, Search, block_hashes, content_hash
-from mixedkv.store.remote.backend import RefusedError, RemoteError, RemoteURL
-from mixedkv.store.remote.breaker import FAILURES, Breaker
-from mixedkv.store.remote.download import Download
-from mixedkv.store.remote.listing import Manifest, RemoteListing, at_name, boundaries, entry_name, pieces_of
-from mixedkv.store.remote.opening import open_backend
+from mixedkv.store.remote.backend import (
+    FAILURES,
+    Breaker,
+    Download,
+    RefusedError,
+    RemoteError,
+    RemoteURL,
+)
+from mixedkv.store.remote.listing import Manifest, RemoteListing, at_name, boundaries, entry_name
 from mixedkv.store.remote.shared_entries import SharedEntries
 from mixedkv.store.results import RemoteStats
 from mixedkv.store.sealing import unseal
@@ -61,7 +65,7 @@ class RemoteTier:
     def __init__(self, url: str, entries: SharedEntries, cipher: Cipher) -> None:
         self._url = RemoteURL.parse(url)
         self._entries, self._cipher = entries, cipher
-        self._backend = open_backend(self._url)
+        self._backend = self._url.open()
         self._breaker = Breaker()
         self._askers = ThreadPoolExecutor(_ASKERS, "mixedkv-remote")
         self._lock = threading.Lock()
@@ -256,40 +260,25 @@ class RemoteTier:
         """Send an entry, and those it builds on that are not there yet."""
         self._meet(identity)
         chain, hashes = self._entries.chain(identity, entry)
-        names = [row.content.hex() for row in chain]
-        if not chain:  # evicted meanwhile
-            return
-        there = self._each(self._backend.exist, [entry_name(name) for name in names])
-        for i, row in enumerate(chain):
-            is_last = i == len(chain) - 1
-            if not there[i] or (is_last and self._is_better(identity, row)):
+        names = [row.content.hex() for row in chain]  # none: evicted meanwhile
+        there = self._get([entry_name(name) for name in names])
+        for i, (row, data) in enumerate(zip(chain, there, strict=True)):
+            is_last = row is chain[-1]
+            if data is None or (is_last and _is_better(identity, row, data)):
                 self._send_file(row, tuple(names[:i][::-1]))
-            if not there[i] or is_last:
+            if data is None or is_last:
                 listed, n = hashes[: row.p1 // BLOCK + 1][boundaries(row)], min(_NAMES, self._backend.fan)
                 for begin in range(0, len(listed), n):
                     self._put({at_name(name): row.content for name in listed[begin : begin + n]})
-
-    def _is_better(self, identity: Identity, row: EntryRow) -> bool:
-        """Return whether an entry is better than the remote's of the same name. One with another master key
-        is of no use.
-        """
-        (data,) = self._get([entry_name(row.content.hex())])
-        try:
-            other = Manifest.decode(data or b"").row
-            return row.key_id != other.key_id or coverage.is_better_row(
-                identity, row.p0, row.p1, row.rows, other.rows
-            )
-        except EntryError:
-            return True
 
     def _send_file(self, row: EntryRow, above: tuple[str, ...]) -> None:
         sent: list[str] = []
         try:
             with self._entries.open(row) as (file, size):
                 manifest = Manifest(replace(row, nbytes=size), above)
-                for (name, _), piece in zip(manifest.pieces, pieces_of(file.read), strict=True):
+                for name, n in manifest.pieces:
                     sent.append(name)
-                    self._put({name: piece})
+                    self._put({name: file.read(n)})
             self._put({manifest.name: manifest.encode()})
         except RefusedError:
             with suppress(RemoteError, RefusedError):
@@ -338,12 +327,11 @@ class RemoteTier:
     # --- asking ---
 
     def _get(self, names: Sequence[str]) -> list[bytes | None]:
-        return self._each(self._backend.get, names)
-
-    def _each(self, ask: Callable[[Sequence[str]], list[_T]], names: Sequence[str]) -> list[_T]:
         """Ask for all names, as many at once as are answered in the time of one answer."""
         n = self._backend.fan
-        return [found for i in range(0, len(names), n) for found in self._ask(ask, names[i : i + n])]
+        return [
+            found for i in range(0, len(names), n) for found in self._ask(self._backend.get, names[i : i + n])
+        ]
 
     def _put(self, values: Mapping[str, bytes]) -> None:
         try:
@@ -401,3 +389,16 @@ class RemoteTier:
 
 def _short(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _is_better(identity: Identity, row: EntryRow, data: bytes) -> bool:
+    """Return whether an entry is better than the remote's of the same name. One with another master key is of
+    no use.
+    """
+    try:
+        other = Manifest.decode(data).row
+    except EntryError:
+        return True
+    return row.key_id != other.key_id or coverage.is_better_row(
+        identity, row.p0, row.p1, row.rows, other.rows
+    )
