@@ -25,6 +25,7 @@ from mixedkv.server.api.fields import (
     Name,
     Text,
     one_of,
+    ranged,
 )
 from mixedkv.server.api.hosted import Filtered, WithoutHosted, is_one_of
 from mixedkv.server.api.schemas import Metadata, StreamOptions
@@ -165,8 +166,8 @@ class ResponsesRequest(WithoutHosted):
     input: Annotated[Annotated[Text, TEXT] | Annotated[Items, LIST], TEXT_OR_LIST]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    temperature: Finite | None = ranged("temperature")
+    top_p: Finite | None = ranged("top_p")
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: (
         Annotated[
