@@ -5,7 +5,7 @@ from mixedkv.chunks.chunk_cache import ChunkCache, ChunkStats
 from mixedkv.chunks.chunk_choice import ChunkChoice
 from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Repair, Reuse
 from mixedkv.chunks.deviation import Deviation
-from mixedkv.chunks.passages import ChunkOptions, UncalibratedWarning
+from mixedkv.chunks.passages import ChunkOptions, UncalibratedWarning, parse_chunks
 from mixedkv.chunks.repair import Method
 from mixedkv.chunks.verify import CorrectnessReport, PromptCheck, verify_correctness
 
@@ -25,5 +25,6 @@ __all__ = [
     "Repair",
     "Reuse",
     "UncalibratedWarning",
+    "parse_chunks",
     "verify_correctness",
 ]

@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from mixedkv import __version__
+from mixedkv.doors.keys import Keys
 from mixedkv.server.api import (
     cached_messages,
     chat_completions,
@@ -35,7 +36,6 @@ from mixedkv.server.api import (
 )
 from mixedkv.server.api.fields import place
 from mixedkv.server.api_error import ApiError
-from mixedkv.server.http.auth import Keys
 from mixedkv.server.http.body_limit import BodyLimit
 from mixedkv.server.http.body_parser import BodyParser
 from mixedkv.server.http.origin import OwnPagesOnly

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 import uvicorn
 from starlette.types import ASGIApp
 
+from mixedkv.doors.tls import TLS
 from mixedkv.server.http.connection import Connection
 from mixedkv.server.http.request_id import RequestIds
 from mixedkv.server.http.root_path import RootPath
-from mixedkv.server.listening import TLS
 from mixedkv.server.settings import ServerSettings
 from mixedkv.server.shutdown import end_within
 

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
+from mixedkv.doors.keys import Keys, MetricsKey
+from mixedkv.doors.metrics import Metrics
+from mixedkv.doors.tls import TLS
 from mixedkv.engine.chat import tokenizer
 from mixedkv.engine.embed.embedding_context import only_embeds
 from mixedkv.engine.engine import Engine
@@ -22,10 +25,8 @@ from mixedkv.server.app import make_app
 from mixedkv.server.delivery import Delivery
 from mixedkv.server.described import Described, description
 from mixedkv.server.engines import open_engines
-from mixedkv.server.http.auth import Keys, MetricsKey
 from mixedkv.server.http_server import HTTPServer, Served
-from mixedkv.server.listening import TLS, listen, url
-from mixedkv.server.metrics import Metrics
+from mixedkv.server.listening import listen, url
 from mixedkv.server.models import check_adapters, check_keeps, served_models
 from mixedkv.server.pools import Pools
 from mixedkv.server.router.router import Router, make_router_app
@@ -180,7 +181,6 @@ def _open_store(
         # sessions in memory end with the process: their KV is not another process's to remove
         session_owner="" if settings.sessions_url == IN_MEMORY else settings.sessions_url,
         remote=settings.store_remote or None,
-        recheck=settings.recheck,
     )
     return stack.enter_context(store)
 

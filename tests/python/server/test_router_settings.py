@@ -28,8 +28,7 @@ def told(number: int, **given: Any) -> ServerSettings:
 
 def test_a_process_serves_one_model_with_its_adapters() -> None:
     given: dict[str, Any] = {
-        "lora": ["a=one=a.gguf", "b=two=b.gguf"],
-        "lora_scale": ["b=0.5"],
+        "lora": ["a=one=a.gguf", "b=two=b.gguf@0.5"],
         "model_n_ctx": ["two=2048", "b=1024"],
     }
     first, second = told(0, **given), told(1, **given)

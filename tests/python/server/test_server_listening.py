@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from mixedkv.server.listening import TLS
+from mixedkv.doors.tls import TLS
 from mixedkv.server.settings import load_settings
 from support.patience import PATIENCE, wait_for
 from support.server_support import MODEL, Server, running

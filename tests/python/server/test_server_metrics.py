@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mixedkv.server.http.auth import MetricsKey
+from mixedkv.doors.keys import MetricsKey
 from mixedkv.server.shared_text import SharedText
 from support.server_support import key_file, running
 

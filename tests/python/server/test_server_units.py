@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from mixedkv.doors.keys import Keys
 from mixedkv.engine.jobs.events import Delta, Done
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.request import Request
@@ -20,7 +21,6 @@ from mixedkv.engine.schedule.tenant_limits import TenantLimits
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
 from mixedkv.server.api.generation import usage
 from mixedkv.server.api_error import ApiError
-from mixedkv.server.http.auth import Keys
 from mixedkv.server.pending import PendingRequest
 from mixedkv.server.settings import ServerSettings, load_settings
 from mixedkv.server.snapshot import of_tenant
@@ -105,10 +105,10 @@ def test_a_tenants_latency_is_that_of_its_own_requests() -> None:
 
 def test_the_command_line_comes_before_the_environment_before_the_file(tmp_path: Path) -> None:
     path = tmp_path / "serve.toml"
-    path.write_text('n-ctx = 100\nparallel = 3\nslowdown = 3\nkv = "q8_0"\n')
+    path.write_text('n-ctx = 100\nparallel = 3\ndrain_timeout = 3\nkv = "q8_0"\n')
     environ = {"MIXEDKV_PARALLEL": "5", "MIXEDKV_KV": "f16", "MIXEDKV_OTHER": "x"}
     settings = load_settings({"kv": "q4_0"}, str(path), environ)
-    assert (settings.n_ctx, settings.parallel, settings.slowdown, settings.kv) == (100, 5, 3.0, "q4_0")
+    assert (settings.n_ctx, settings.parallel, settings.drain_timeout, settings.kv) == (100, 5, 3.0, "q4_0")
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_a_bad_value_is_one_line_that_says_where_it_came_from(tmp_path: Path) ->
 
 
 def test_the_environment_has_text_for_every_kind(tmp_path: Path) -> None:
-    environ = {"MIXEDKV_SLOWDOWN": "3", "MIXEDKV_EMBEDDINGS": "on", "MIXEDKV_MODEL_NAME": "7"}
+    environ = {"MIXEDKV_DRAIN_TIMEOUT": "3", "MIXEDKV_EMBEDDINGS": "on", "MIXEDKV_MODEL_NAME": "7"}
     settings = load_settings({}, None, environ)
-    assert (settings.slowdown, settings.embeddings, settings.model_name) == (3.0, True, "7")
+    assert (settings.drain_timeout, settings.embeddings, settings.model_name) == (3.0, True, "7")
     assert not load_settings({}, None, {"MIXEDKV_EMBEDDINGS": ""}).embeddings  # as compose files leave them
     assert load_settings({}, None, {"mixedkv_port": "77"}).port == 8000
 

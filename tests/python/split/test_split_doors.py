@@ -16,7 +16,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from mixedkv.server.http.auth import Keys
+from mixedkv.doors.keys import Keys
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import split_pb2_grpc
 from mixedkv.split.client import SplitClient, tls

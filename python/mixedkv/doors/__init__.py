@@ -1,0 +1,1 @@
+"""What every door shares: keys of tenants, TLS, metrics, settings. It imports no web framework."""
