@@ -181,6 +181,7 @@ def _open_store(
         # sessions in memory end with the process: their KV is not another process's to remove
         session_owner="" if settings.sessions_url == IN_MEMORY else settings.sessions_url,
         remote=settings.store_remote or None,
+        recheck=settings.recheck,
     )
     return stack.enter_context(store)
 

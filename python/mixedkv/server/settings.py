@@ -16,11 +16,39 @@ from mixedkv.engine.sample.sampling import RANGES
 from mixedkv.hosts import is_local
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS
 from mixedkv.prompts.overflow import Overflow
-from mixedkv.server.keep_alive import parse_keep_alive
 from mixedkv.sessions.metadata_url import beside
 from mixedkv.sizes import parse_size
 from mixedkv.store.eviction import Eviction
 from mixedkv.streaming.layer_choice import parse_layers
+
+_UNITS = {"ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
+_PART = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)(ms|min|[smhd])", re.ASCII)
+_NUMBER = re.compile(r"-?\d{1,12}(\.\d{1,9})?", re.ASCII)
+_HELP = 'use seconds, a text such as "10m" or "1h30m", 0, or -1 for ever'
+
+
+def parse_keep_alive(value: object) -> float:
+    """Return the seconds of a number or of a text such as "10m" or "1h30m"; below zero is infinity.
+
+    Raises:
+        ValueError: the value is neither.
+    """
+    if isinstance(value, str):
+        return _read(value.strip())
+    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        raise ValueError(f"{str(value)[:50]!r} is not a time: {_HELP}")
+    return math.inf if value < 0 else float(value)
+
+
+def _read(text: str) -> float:
+    if _NUMBER.fullmatch(text):
+        return parse_keep_alive(float(text))
+    parts = text.removeprefix("-")
+    seconds = [float(number) * _UNITS[unit] for number, unit in _PART.findall(parts)]
+    if not parts or _PART.sub("", parts):
+        raise ValueError(f"{text[:50]!r} is not a time: {_HELP}")
+    return math.inf if text.startswith("-") and sum(seconds) > 0 else sum(seconds)
+
 
 ENV_PREFIX = "MIXEDKV_"
 IN_MEMORY = "sqlite:"
@@ -62,14 +90,13 @@ class ServerSettings(DoorSettings):
         "checkpoints": "--max-checkpoint-gb says how many there are; 0 keeps none",
         "checkpoint_every": "checkpoints are kept where messages begin and at the end of a prompt",
         "slowdown": "a step with a prompt in it takes at most twice as long as one without",
-        "recheck": "what another process stored is always checked",
     }
     GROUPS: ClassVar[Mapping[str, str]] = {
         "models": "model model_name model_n_ctx lora mmproj keep_alive max_loaded chat_format chat_template",
         "cache": "kv n_ctx parallel idle_prefixes max_checkpoint_gb overflow",
         "machine": "threads n_batch n_gpu_layers stream_layers memory",
-        "reuse of KV": "reuse chunks store store_key_file store_remote max_kv_size_gb max_ram_gb eviction "
-        "max_age warm warm_text",
+        "reuse of KV": "reuse chunks store store_key_file store_remote recheck max_kv_size_gb max_ram_gb "
+        "eviction max_age warm warm_text",
         "drafts": "speculation draft_model n_rs_seq",
         "answers": "temp top_k top_p min_p repeat_penalty seed strict embeddings embedding_n_ctx",
         "network": "host port unix_socket root_path tls_cert tls_key cors_origin allowed_host",
@@ -207,6 +234,11 @@ class ServerSettings(DoorSettings):
         "",
         "server that keeps KV for several machines, behind the store: redis://..., or s3://bucket/prefix",
         "URL",
+    )
+    recheck: bool = option(
+        True,
+        "check stored KV by evaluating some of its tokens again: before the first use of what another "
+        "process stored, and while the server is idle; wrong entries are removed",
     )
     max_ram_gb: Gigabytes = option(1.0, "most memory for the store, in 10^9 bytes or as 2GiB", SIZE, 0, 1e6)
     eviction: Eviction = option(

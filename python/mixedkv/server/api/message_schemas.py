@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from mixedkv.limits import INT32_MAX
+from mixedkv.server.api.chat_message import TextOnly, TextOrImages
 from mixedkv.server.api.fields import (
     IGNORED,
     LIST,
@@ -27,7 +28,6 @@ from mixedkv.server.api.fields import (
     ranged,
 )
 from mixedkv.server.api.hosted import Filtered, WithoutHosted, is_one_of
-from mixedkv.server.api.text_only import TextOnly, TextOrImages
 from mixedkv.server.api_error import bad_request
 
 

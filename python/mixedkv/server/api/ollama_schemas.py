@@ -31,7 +31,7 @@ from mixedkv.server.api.fields import (
     one_of,
 )
 from mixedkv.server.api.schemas import AnyChoice, Tool
-from mixedkv.server.keep_alive import parse_keep_alive
+from mixedkv.server.settings import parse_keep_alive
 
 _MAX_IMAGES = 64
 _SIGNATURES = {"/9j/": "jpeg", "iVBOR": "png", "R0lGOD": "gif", "UklGR": "webp"}  # in Base64

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from mixedkv.limits import INT32_MAX
-from mixedkv.server.api.chat_message import TextPart
+from mixedkv.server.api.chat_message import TextOnly, TextOrImages, TextPart
 from mixedkv.server.api.fields import (
     IGNORED,
     LIST,
@@ -29,7 +29,6 @@ from mixedkv.server.api.fields import (
 )
 from mixedkv.server.api.hosted import Filtered, WithoutHosted, is_one_of
 from mixedkv.server.api.schemas import Metadata, StreamOptions
-from mixedkv.server.api.text_only import TextOnly, TextOrImages
 
 
 class OutputText(Model):
