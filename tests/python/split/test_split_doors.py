@@ -196,9 +196,9 @@ def test_a_client_without_our_code_learns_the_service_by_reflection(parts: Expor
 
 
 def test_a_split_server_needs_no_web_framework() -> None:
-    program = "import sys, mixedkv.split.server; print([name for name in ('fastapi', 'starlette', 'uvicorn') if name in sys.modules])"
+    program = "import sys, mixedkv.split.server; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert not {"fastapi", "starlette", "uvicorn"} & set(done.stdout.split())
 
 
 def test_its_settings_come_from_the_environment_too(tmp_path: Path) -> None:
@@ -206,5 +206,5 @@ def test_its_settings_come_from_the_environment_too(tmp_path: Path) -> None:
     assert (settings.port, settings.n_ctx, settings.n_seq) == (7, 8192, 32)
     with pytest.raises(ValueError, match="client_ca asks clients for certificates"):
         SplitSettings(body="b.gguf", client_ca="ca.pem")
-    with pytest.raises(ValueError, match="MIXEDKV_SPLIT_STORE_GB.*it is --max-kv-size-gb"):
+    with pytest.raises(ValueError, match=r"MIXEDKV_SPLIT_STORE_GB.*it is --max-kv-size-gb"):
         SplitSettings.load({"body": "b.gguf"}, None, {"MIXEDKV_SPLIT_STORE_GB": "1"})
