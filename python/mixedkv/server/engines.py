@@ -10,7 +10,7 @@ from pathlib import Path
 
 import llama_cpp
 
-from mixedkv.chunks import parse_chunks
+from mixedkv.chunks.passages import parse_chunks
 from mixedkv.engine.chat import tokenizer
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.store_connector import StoreConnector

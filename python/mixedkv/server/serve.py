@@ -38,8 +38,8 @@ from mixedkv.server.watchdog import Watchdog
 from mixedkv.sessions import ContextCacheManager
 from mixedkv.sessions.record_codec import PLAIN, RecordCodec
 from mixedkv.sizes import parse_duration
-from mixedkv.store import KeySource, KVStore, key_from_file
-from mixedkv.store.encryption import KeyCipher
+from mixedkv.store import KVStore, key_from_file
+from mixedkv.store.encryption import KeyCipher, KeySource
 
 if TYPE_CHECKING:
     from mixedkv.server.kv_events import KVEvents

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import field_validator, model_validator
 
-from mixedkv.chunks import Reuse, parse_chunks
+from mixedkv.chunks.chunk_reuse import Reuse
+from mixedkv.chunks.passages import parse_chunks
 from mixedkv.doors.settings import SIZE, DoorSettings, Gigabytes, Megabytes, Several, option
 from mixedkv.engine.sample.sampling import RANGES
 from mixedkv.hosts import is_local

@@ -15,7 +15,7 @@ from mixedkv.server.api.schemas import WarmRequest
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.settings import ServerSettings
 from mixedkv.server.state import ServerState
-from mixedkv.sessions import explain
+from mixedkv.sessions.records import explain
 
 
 class WarmLine(WarmRequest):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from mixedkv.images import MARK
+from mixedkv.images.picture import MARK
 from mixedkv.server.api.fields import (
     IGNORED,
     LIST,

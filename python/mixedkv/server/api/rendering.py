@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mixedkv.engine.chat.chat_template import Chat, RenderedChat, TemplateOptions, ToolChoice, check_depth
-from mixedkv.images import PromptImage
+from mixedkv.images.picture import PromptImage
 from mixedkv.images.pixels import read_data_url
 from mixedkv.server.api.chat_message import Message
 from mixedkv.server.api.schemas import ChatFields

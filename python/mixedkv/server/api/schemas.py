@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AliasChoices, BeforeValidator, Field, field_validator, model_validator
 
-from mixedkv.chunks import Repair
+from mixedkv.chunks.chunk_reuse import Repair
 from mixedkv.limits import INT32_MAX
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.server.api.chat_message import Messages, TextPart
