@@ -13,7 +13,13 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 from mixedkv.store.entry_error import EntryError
 
 _DAY = 86400
-_EXTRA = {"redis": "redis", "rediss": "redis", "unix": "redis", "s3": "s3", "file": "s3"}  # by scheme
+EXTRAS = {
+    "redis": "redis",
+    "rediss": "redis",
+    "unix": "redis",
+    "s3": "s3",
+    "file": "s3",
+}  # of the package, by scheme
 FAILURES = 3  # in a row, until nobody asks any more
 _FIRST_SECONDS, _LONGEST_SECONDS = 2.0, 60.0
 
@@ -91,7 +97,7 @@ class RemoteURL:
             ValueError: it is no URL of a remote.
         """
         parts = urlsplit(text)
-        if parts.scheme not in _EXTRA or not (parts.netloc or parts.path):
+        if parts.scheme not in EXTRAS or not (parts.netloc or parts.path):
             raise ValueError(
                 f"remote: {text.partition(':')[0][:20]!r} is not the URL of a remote: use "
                 "redis://HOST:PORT/DB, rediss://..., unix://PATH, s3://BUCKET/PREFIX or file:///FOLDER"
@@ -107,27 +113,6 @@ class RemoteURL:
         """Without a password."""
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-
-    def open(self) -> Backend:
-        """Open the client.
-
-        Raises:
-            ValueError: the URL cannot be used, or the package for it is not installed.
-        """
-        extra = _EXTRA[self.scheme]
-        try:
-            if extra == "s3":
-                from mixedkv.store.remote.objects import ObjectBackend
-
-                return ObjectBackend(self)
-            from mixedkv.store.remote.redis_server import RedisBackend
-
-            return RedisBackend(self)
-        except ModuleNotFoundError as error:
-            raise ValueError(
-                f"remote: {self.scheme}:// needs {error.name}, which is not installed: "
-                f"pip install 'mixedkv[{extra}]'"
-            ) from None
 
 
 def _number(name: str, value: object, low: float, high: float) -> float:

@@ -29,7 +29,9 @@ from mixedkv.store.entry_row import EntryRow
 from mixedkv.store.identity import Identity
 from mixedkv.store.lookup import BLOCK, Search, block_hashes, content_hash
 from mixedkv.store.remote.backend import (
+    EXTRAS,
     FAILURES,
+    Backend,
     Breaker,
     Download,
     RefusedError,
@@ -65,7 +67,7 @@ class RemoteTier:
     def __init__(self, url: str, entries: SharedEntries, cipher: Cipher) -> None:
         self._url = RemoteURL.parse(url)
         self._entries, self._cipher = entries, cipher
-        self._backend = self._url.open()
+        self._backend = _open(self._url)
         self._breaker = Breaker()
         self._askers = ThreadPoolExecutor(_ASKERS, "mixedkv-remote")
         self._lock = threading.Lock()
@@ -385,6 +387,27 @@ class RemoteTier:
     def _shut(self) -> None:
         self._backend.close()
         self._askers.shutdown(wait=False, cancel_futures=True)
+
+
+def _open(url: RemoteURL) -> Backend:
+    """Open the client of a URL.
+
+    Raises:
+        ValueError: the URL cannot be used, or the package for it is not installed.
+    """
+    extra = EXTRAS[url.scheme]
+    try:
+        if extra == "s3":
+            from mixedkv.store.remote.objects import ObjectBackend
+
+            return ObjectBackend(url)
+        from mixedkv.store.remote.redis_server import RedisBackend
+
+        return RedisBackend(url)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"remote: {url.scheme}:// needs {error.name}, which is not installed: pip install 'mixedkv[{extra}]'"
+        ) from None
 
 
 def _short(value: object) -> str:
