@@ -157,7 +157,7 @@ class _Server:
             "-m",
             "mixedkv",
             "serve",
-            "--unix-socket",
+            "--host",
             str(path),
             "--parallel",
             "1",

@@ -62,7 +62,7 @@ def _bind_path(path: str) -> socket.socket:
         listening.bind(path)
     except OSError as error:
         listening.close()
-        raise ValueError(f"unix_socket={path} cannot be listened on: {error.strerror or error}") from None
+        raise ValueError(f"host={path} cannot be listened on: {error.strerror or error}") from None
     finally:
         os.umask(before)
     return listening
@@ -75,7 +75,7 @@ def _remove_stale(path: str) -> None:
     except OSError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ValueError(f"unix_socket={path}: there is a file of that name: remove it, or choose another")
+        raise ValueError(f"host={path}: there is a file of that name: remove it, or choose another")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
@@ -83,4 +83,4 @@ def _remove_stale(path: str) -> None:
             with suppress(OSError):
                 os.unlink(path)
         else:
-            raise ValueError(f"unix_socket={path}: another process listens there: choose another")
+            raise ValueError(f"host={path}: another process listens there: choose another")

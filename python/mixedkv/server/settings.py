@@ -75,6 +75,7 @@ class ServerSettings(DoorSettings):
         "chunks": parse_chunks,
     }
     GONE: ClassVar[Mapping[str, str]] = {
+        "unix_socket": "write --host PATH.sock",
         "lora_scale": "write --lora NAME=FILE@0.5",
         **dict.fromkeys(
             (
@@ -100,7 +101,7 @@ class ServerSettings(DoorSettings):
         "eviction max_age warm warm_text",
         "drafts": "speculation draft_model n_rs_seq",
         "answers": "temp top_k top_p min_p repeat_penalty seed strict embeddings embedding_n_ctx",
-        "network": "host port unix_socket root_path tls_cert tls_key cors_origin allowed_host",
+        "network": "host port root_path tls_cert tls_key cors_origin allowed_host",
         "keys and sessions": "api_key_file metrics_key_file allow_no_keys metadata_url max_sessions "
         "max_sessions_mb",
         "limits": "max_queue request_timeout read_timeout drain_timeout max_body_mb max_connections",
@@ -214,7 +215,11 @@ class ServerSettings(DoorSettings):
     embedding_n_ctx: int = option(
         0, "tokens of the longest input to embed (default: 2048 or the model's)", "N", 0, INT32_MAX
     )
-    unix_socket: str = option("", "listen on this Unix socket instead; only its owner can connect", "PATH")
+    host: str = option(
+        "127.0.0.1",
+        "address to listen on; PATH.sock is a Unix socket, to which only its owner can connect",
+        "HOST",
+    )
     root_path: str = option("", "prefix of all paths, e.g. /llm; paths without it work too", "PATH")
     metrics_key_file: str = option(
         "", "file with a key that /metrics then asks for; its numbers are by tenant", "FILE"
@@ -301,7 +306,7 @@ class ServerSettings(DoorSettings):
     @model_validator(mode="after")
     def _go_together(self) -> ServerSettings:
         if self.tls_cert and self.unix_socket:
-            raise ValueError("tls_cert and unix_socket: a Unix socket needs no TLS: leave one out")
+            raise ValueError("tls_cert and host: a Unix socket needs no TLS: leave one out")
         if self.speculation == "draft-model" and not self.draft_model:
             raise ValueError("speculation=draft-model needs a draft model: give draft_model too")
         if self.speculation == "mtp" and self.draft_model:
@@ -326,6 +331,11 @@ class ServerSettings(DoorSettings):
         return {name: value for name, value in given.items() if value is not None}
 
     @property
+    def unix_socket(self) -> str:
+        """Path of the Unix socket to listen on, "" for an address."""
+        return self.host if "/" in self.host or self.host.endswith(".sock") else ""
+
+    @property
     def knows_clients(self) -> bool:
         return bool(self.api_key_file or self.unix_socket)
 
@@ -342,7 +352,7 @@ class ServerSettings(DoorSettings):
     @property
     def local_only(self) -> bool:
         """True if the server has no keys and only requests from this machine can reach it."""
-        return is_local(self.host) and not (self.api_key_file or self.allow_no_keys or self.unix_socket)
+        return is_local(self.host) and not (self.api_key_file or self.allow_no_keys)
 
     @property
     def sessions_url(self) -> str:

@@ -45,7 +45,7 @@ def child_settings(
             "lora": tuple(f"{each.name}={each.adapter}@{each.scale:.9f}" for each in adapters),
             "mmproj": (model.mmproj,) if model.mmproj else (),
             "speculation": _speculation(settings, file, number),
-            "unix_socket": str(folder / f"{number}.sock"),
+            "host": str(folder / f"{number}.sock"),
             "metadata_url": _sessions(settings, folder),
             "restart_when_stuck": True,
         }
