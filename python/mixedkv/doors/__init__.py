@@ -1,1 +1,1 @@
-"""What every door shares: keys of tenants, TLS, metrics, settings. It imports no web framework."""
+"""The room of what every door shares: keys of tenants, TLS, metrics, settings. It imports no web framework."""
