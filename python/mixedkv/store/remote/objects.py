@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, TimeoutError
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
@@ -86,7 +87,7 @@ class ObjectBackend:
         # a bucket takes many at once; a folder stops at the first one that is gone
         batches = [[name] for name in names] if isinstance(self._store, LocalStore) else [list(names)]
         for batch in filter(None, batches):
-            _ask(lambda batch=batch: obstore.delete(self._store, batch))
+            _ask(partial(obstore.delete, self._store, batch))
 
     def abort(self) -> None:
         pass  # its own time-outs end what waits
