@@ -1,1 +1,1 @@
-"""The room of what every door shares: keys of tenants, TLS, metrics, settings. It imports no web framework."""
+"""The room of what every door shares: keys, TLS, metrics and settings. It imports no web framework."""
