@@ -15,8 +15,8 @@ from mixedkv.chat.aliases import MessageAliases
 from mixedkv.chat.turn import ChatTurn
 from mixedkv.chat.window import Window
 from mixedkv.errors import UnsupportedModelError
-from mixedkv.ids import check_id, new_id
-from mixedkv.store import Identity, KVStore, Saved, check_session_id, check_tenant
+from mixedkv.ids import check_id, check_session_id, check_tenant, new_id
+from mixedkv.store import Identity, KVStore, Saved
 from mixedkv.store.live_prefix import PrefixReuse, Source, reuse_prefix
 
 if TYPE_CHECKING:

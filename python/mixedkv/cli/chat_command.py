@@ -28,8 +28,8 @@ from mixedkv.errors import StoppedError
 from mixedkv.llama import Llama
 from mixedkv.model.named_model import HELP as MODEL_HELP
 from mixedkv.model.named_model import find_model
-from mixedkv.store import KeySource, KVStore, parse_key_source
-from mixedkv.store.encryption import KeyCipher
+from mixedkv.store import KVStore
+from mixedkv.store.encryption import KeyCipher, KeySource, parse_key_source
 from mixedkv.store.eviction import EVICTIONS
 from mixedkv.terminal import with_prompt_bar
 

@@ -21,7 +21,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from mixedkv.card import card
-from mixedkv.chunks import ChunkChoice, Reuse
+from mixedkv.chunks.chunk_choice import ChunkChoice
+from mixedkv.chunks.chunk_reuse import Reuse
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.batch.vector_job import VectorJob, vector_width
 from mixedkv.engine.chat.chat_template import Chat

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast, overload
 
-from mixedkv.chunks import Reuse
+from mixedkv.chunks.chunk_reuse import Reuse
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.chat.tokenizer import Prompt
 from mixedkv.engine.connect.chunk_connector import ChunkConnector

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import llama_cpp
 
+from mixedkv.chunks.passages import parse_chunks
 from mixedkv.engine.chat import tokenizer
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.store_connector import StoreConnector
@@ -72,7 +72,6 @@ def _open(
             llm,
             parallel=settings.parallel,
             max_queue=settings.max_queue,
-            slowdown=settings.slowdown,
             exact_only=settings.reuse != "prefix",
             connector=connector,
             observer=state.metrics,
@@ -82,7 +81,8 @@ def _open(
             ),
             limits=state.keys.limits,
             checkpoints=CheckpointLimits(
-                settings.checkpoints, settings.checkpoint_every, int(settings.max_checkpoint_gb * 1e9)
+                **({} if settings.max_checkpoint_gb else {"per_sequence": 0}),
+                max_bytes=int(settings.max_checkpoint_gb * 1e9),
             ),
             speculation=speculation_of(settings, drafts=draft_model is not None or mtp),
             draft_model=draft_model,
@@ -151,9 +151,7 @@ def _open_embedder(state: ServerState, engine: Engine, file: ModelFile) -> Embed
         engine.llm, file, n_ctx=settings.embedding_n_ctx, n_batch=settings.n_batch or 512
     )
     max_requests = settings.max_queue + settings.parallel
-    return Embedder(
-        engine, context, max_requests=max_requests, slowdown=settings.slowdown, limits=state.keys.limits
-    )
+    return Embedder(engine, context, max_requests=max_requests, limits=state.keys.limits)
 
 
 def _connector(settings: ServerSettings, store: KVStore | None) -> StoreConnector | None:
@@ -161,13 +159,4 @@ def _connector(settings: ServerSettings, store: KVStore | None) -> StoreConnecto
         return None
     if settings.reuse != "chunks":
         return StoreConnector(store, closes=False)
-    options: dict[str, Any] = {
-        "repair": settings.chunk_repair or None,
-        "ratio": settings.chunk_ratio or None,
-        "overlap_k": settings.chunk_overlap or None,
-        "chunk_size": settings.chunk_size,
-        "boundary_window": min(settings.chunk_boundary, settings.chunk_size // 2),
-        "max_kld": settings.chunk_max_kld,
-        "check": settings.chunk_check,
-    }
-    return ChunkConnector(store, closes=False, **options)
+    return ChunkConnector(store, closes=False, **parse_chunks(settings.chunks))

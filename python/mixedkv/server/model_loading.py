@@ -8,7 +8,7 @@ from typing import Any
 
 from mixedkv.config import MixedKVConfig
 from mixedkv.engine.chat import tokenizer
-from mixedkv.images import Projector
+from mixedkv.images.projector import Projector
 from mixedkv.limits import CELLS
 from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import ModelFile, default_n_ctx

@@ -13,11 +13,11 @@ from typing import Any
 import grpc
 import numpy as np
 
+from mixedkv.doors.keys import Keys
 from mixedkv.engine.batch.vector_job import VectorJob
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.jobs.events import Event, Failed
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError, RowsGoneError
-from mixedkv.server.http.auth import Keys
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import wire
 from mixedkv.split.kept_sessions import Kept, KeptSessions, Place

@@ -14,12 +14,8 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.chat import MessageCache
-from mixedkv.sessions import (
-    CacheSessionMetadata,
-    ContextCacheManager,
-    CreateCacheResponse,
-    CreateContextCacheRequest,
-)
+from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager, CreateContextCacheRequest
+from mixedkv.sessions.records import CreateCacheResponse
 from mixedkv.store import Identity, KVStore
 from support.conversation_support import (
     GREEDY,

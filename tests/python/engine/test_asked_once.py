@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from mixedkv import Llama
-from mixedkv.engine import ChunkConnector, Engine, Request, Sampling, StoreConnector
+from mixedkv.engine import ChunkConnector, Engine, Sampling, StoreConnector
 from mixedkv.engine.constrain.constraint_text import Constraint
+from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.schedule.sequences import SequencePool
 from mixedkv.errors import ContextLengthError
 from mixedkv.store import KVStore

@@ -14,7 +14,8 @@ import pytest
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.chunks.deviation import last_logits
-from mixedkv.engine import Job, StoreConnector
+from mixedkv.engine import StoreConnector
+from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.schedule.sequence import Sequence
 from mixedkv.engine.slide import fit

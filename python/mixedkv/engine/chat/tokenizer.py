@@ -21,7 +21,7 @@ from mixedkv.engine.sample.sampler import Sampler
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.text.thought import Thought, ThoughtTags
 from mixedkv.errors import ContextLengthError, UnsupportedModelError
-from mixedkv.images import MARK, PromptImage
+from mixedkv.images.picture import MARK, PromptImage
 from mixedkv.limits import INT32_MAX
 from mixedkv.llama import NO_VOCABULARY, Llama
 from mixedkv.native import llama_cpp as _llama_cpp

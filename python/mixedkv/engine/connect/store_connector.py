@@ -24,7 +24,8 @@ from mixedkv.engine.connect.rechecking import IdleRecheck
 from mixedkv.engine.connect.stored_rows import SequenceRows, StoredRows
 from mixedkv.engine.jobs.job import Job
 from mixedkv.errors import ClosedError
-from mixedkv.store import Identity, KVStore, Match
+from mixedkv.store import Identity, KVStore
+from mixedkv.store.results import Match
 from mixedkv.store.tiers.disk import is_full
 
 log = logging.getLogger("mixedkv.engine")

@@ -8,8 +8,9 @@ from mixedkv.engine.connect.kv_connector import ConnectedEngine
 from mixedkv.engine.schedule.sequence import Sequence
 from mixedkv.kv.block import KVBlock
 from mixedkv.limits import CELLS
-from mixedkv.store import Identity, KVStore, Match
+from mixedkv.store import Identity, KVStore
 from mixedkv.store.lookup import worth_building_on
+from mixedkv.store.results import Match
 from mixedkv.tokens import Tokens
 
 _SLICE_BYTES = 16 << 20  # copied between two steps at a time, which takes some milliseconds
