@@ -13,11 +13,10 @@ from llama_cpp import llama_chat_format
 
 from mixedkv.chat.aliases import MessageAliases
 from mixedkv.chat.turn import ChatTurn
-from mixedkv.chat.window import Window
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.ids import check_id, new_id
+from mixedkv.start.lone import LoneSequence, PrefixReuse, Source, context_size
 from mixedkv.store import Identity, KVStore, Saved, check_session_id, check_tenant
-from mixedkv.store.live_prefix import PrefixReuse, Source, reuse_prefix
 
 if TYPE_CHECKING:
     from mixedkv.llama import Llama
@@ -124,7 +123,7 @@ class MessageCache:
         self._store = store
         self._tenant = check_tenant(tenant)
         self._session = None if session is None else check_session_id(session)
-        self._sinks = _check_sinks(attention_sink_tokens, Window(llm, None).size)
+        self._sinks = _check_sinks(attention_sink_tokens, context_size(llm))
         self._exact_only = exact_only
         self._aliases = MessageAliases(index)
 
@@ -268,30 +267,23 @@ class ChatStream:
         begin = time.perf_counter()
         cache, llm = self._cache, self._cache._llm
         identity = Identity.of(llm, tenant=cache._tenant)
-        window = Window(llm, sinks, before_first=lambda: self._save(identity, turn))
-
-        def reuse(tokens: Sequence[int]) -> PrefixReuse:
-            strict = cache._exact_only
-            found = reuse_prefix(
-                llm,
-                cache._store,
-                identity,
-                tokens,
-                n_plain=window.whole,
-                exact_live=strict,
-                exact_stored=strict,
-            )
-            window.begin()
-            return found
+        sequence = LoneSequence(
+            llm,
+            cache._store,
+            identity,
+            "chat",
+            untouched=True,
+            sinks=sinks,
+            before_drop=lambda: self._save(identity, turn),
+        )
 
         def keep() -> None:
-            if not window.mine:
+            if not sequence.mine:
                 self._reason = "another answer was begun before this one was through"
-            elif not window.dropped:
+            elif not sequence.n_dropped:
                 self._save(identity, turn)
 
-        turn = ChatTurn(llm, window, reuse, keep, begin)
-        window.claim(b"chat" + identity.digest)
+        turn = ChatTurn(llm, sequence, cache._exact_only, keep, begin)
         answer: Any = turn.create_chat_completion(messages, **options)
         collected = _Chunks()
         try:
@@ -303,8 +295,8 @@ class ChatStream:
                 answer.close()
             if turn.reused is not None:
                 keep()
-                self.result = self._finish(turn, window, collected)
-                window.leave()
+                self.result = self._finish(turn, sequence, collected)
+                sequence.leave()
 
     def _save(self, identity: Identity, turn: ChatTurn) -> None:
         cache, saved = self._cache, self._cache._save(identity)
@@ -318,7 +310,7 @@ class ChatStream:
         except sqlite3.Error as error:
             self._reason = f"the message index cannot be used: {error}"
 
-    def _finish(self, turn: ChatTurn, window: Window, collected: _Chunks) -> ChatResult:
+    def _finish(self, turn: ChatTurn, sequence: LoneSequence, collected: _Chunks) -> ChatResult:
         reused = turn.reused
         assert reused is not None
         usage = ChatUsage(
@@ -326,10 +318,10 @@ class ChatStream:
             completion_tokens=turn.n_generated,
             cached_tokens=reused.n_tokens,
             evaluated_tokens=turn.n_evaluated,
-            dropped_tokens=window.dropped,
+            dropped_tokens=sequence.n_dropped,
             stored_tokens=self._n_stored,
             source=reused.source,
-            exact=reused.exact and not window.dropped,
+            exact=reused.exact and not sequence.n_dropped,
             matched_message_id=self._cache._matched(self._ids, reused),
             seconds_to_first_token=turn.seconds_to_first_token,
             reason=self._reason or reused.reason,

@@ -3,11 +3,12 @@
 from mixedkv.chunks.calibration import Calibration, Measured
 from mixedkv.chunks.chunk_cache import ChunkCache, ChunkStats
 from mixedkv.chunks.chunk_choice import ChunkChoice
-from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Repair, Reuse
+from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Repair
 from mixedkv.chunks.deviation import Deviation
 from mixedkv.chunks.passages import ChunkOptions, UncalibratedWarning
 from mixedkv.chunks.repair import Method
 from mixedkv.chunks.verify import CorrectnessReport, PromptCheck, verify_correctness
+from mixedkv.start.sequences import Reuse
 
 __all__ = [
     "Calibration",

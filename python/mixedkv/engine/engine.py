@@ -36,15 +36,12 @@ from mixedkv.engine.jobs.events import Failed
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.prepare import prepare
 from mixedkv.engine.sample.sampling import Sampling
-from mixedkv.engine.schedule.checkpoints import CheckpointLimits
 from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.schedule.pacing import Pace
 from mixedkv.engine.schedule.queue_room import QueueRoom
 from mixedkv.engine.schedule.request import Request, SpeculationMode
 from mixedkv.engine.schedule.scheduler import Scheduler
-from mixedkv.engine.schedule.sequence import Sequence as PoolSequence
-from mixedkv.engine.schedule.sequences import SequencePool
 from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
 from mixedkv.engine.slide import fit
 from mixedkv.engine.stepping import Stepper
@@ -54,6 +51,9 @@ from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.prompts.overflow import Overflow
+from mixedkv.start.checkpoints import CheckpointLimits
+from mixedkv.start.sequence import Sequence as PoolSequence
+from mixedkv.start.sequences import SequencePool
 from mixedkv.tokens import Tokens
 
 log = logging.getLogger("mixedkv.engine")
@@ -130,7 +130,7 @@ class Engine:
             exact_only=exact_only,
             max_kept=max(1, (n_seq - parallel) // 2),
             limits=checkpoints,
-            tenants=limits,
+            most_kept=lambda tenant: limits(tenant).kept,
         )
         self.speculation = Speculation(llm, speculation, self.observer, draft_model, parallel)
         self._turns = turns or Turns()

@@ -21,9 +21,9 @@ from mixedkv.engine.connect.kv_connector import ConnectedEngine
 from mixedkv.engine.connect.passage_rows import PassageRows
 from mixedkv.engine.connect.store_connector import Offer, StoreConnector
 from mixedkv.engine.jobs.job import Job
-from mixedkv.engine.schedule.sequence import Sequence
-from mixedkv.engine.schedule.sequences import NO_MATCH
 from mixedkv.errors import ClosedError
+from mixedkv.start.sequence import Sequence
+from mixedkv.start.sequences import NO_MATCH
 from mixedkv.store import KVStore
 
 log = logging.getLogger("mixedkv.engine")

@@ -10,13 +10,23 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.chunks.chunk_reuse import Reuse
 from mixedkv.engine.schedule.request import Request
-from mixedkv.engine.schedule.sequence import Sequence
 from mixedkv.images.picture import Picture, place
-from mixedkv.kv.block import KVBlock
 from mixedkv.prompts.overflow import Gap, LongPrompt, without
+from mixedkv.start.sequence import Sequence
+from mixedkv.start.sequences import Reuse
 from mixedkv.tokens import Tokens
+
+
+class StoredPrefix(Protocol):
+    """Rows of the first tokens of a prompt that come from a store."""
+
+    n: int
+    tier: str
+    exact: bool
+
+    @property
+    def is_loaded(self) -> bool: ...
 
 
 class Stitching(Protocol):
@@ -60,8 +70,7 @@ class Progress:
         save_at: take a checkpoint of the sequence when it has so many tokens, ascending.
         offer: KV of the prompt that was found in a store and is not read yet.
         matched: the best start in the context, and the state of the context when it was looked for.
-        blocks: fetched rows that are still to be loaded, `n_fetched` tokens in all.
-        doubt: which tokens of the blocks are evaluated again before the blocks are believed.
+        fetched: stored rows of the prompt that are loaded, or will be, where the context has fewer.
         passages: passages of other prompts that are still to be put into the sequence.
         method: how passages are repaired.
         evaluated: the whole prompt was evaluated once.
@@ -97,11 +106,8 @@ class Progress:
 
         self.offer: object | None = None
         self.matched: tuple[object, Any] | None = None
-        self.blocks: list[KVBlock] = []
-        self.doubt: object | None = None
-        self.n_fetched = 0
+        self.fetched: StoredPrefix | None = None
         self.least = _LEAST if request.session is None else 1
-        self.blocks_exact = True
         self.passages: Stitching | None = None
         self.method = ""
 
@@ -207,7 +213,9 @@ class Progress:
         if self.n_cached is not None:
             return False
         self.set_cached(n_cached)
-        if not self.blocks:
+        if self.is_loading and self.fetched is not None:
+            self.cached_tier = self.fetched.tier
+        else:
             self.cached_tier = "context" if n_cached else ""
         self.t_start = time.perf_counter()
         return True
@@ -216,14 +224,15 @@ class Progress:
         """Note that the first `n` tokens of the prompt had rows already."""
         self.n_cached, self.n_approximate = n, 0 if self.exact else n
 
-    def set_blocks(self, blocks: list[Any], tier: str, exact: bool, doubt: object | None = None) -> None:
-        """Use these rows if the context has fewer; those in `doubt` are compared with the model first."""
-        self.doubt = doubt
-        self.blocks, self.cached_tier, self.blocks_exact = blocks, tier, exact
-        self.n_fetched = sum(len(block.tokens) for block in blocks)
+    @property
+    def n_fetched(self) -> int:
+        """Number of the prompt's tokens that have stored rows."""
+        return self.fetched.n if self.fetched is not None else 0
 
-    def forget_blocks(self) -> None:
-        self.blocks, self.n_fetched, self.doubt = [], 0, None
+    @property
+    def is_loading(self) -> bool:
+        """True while stored rows are still to be loaded."""
+        return self.fetched is not None and not self.fetched.is_loaded
 
     def set_passages(self, passages: Stitching | None, method: str) -> None:
         self.passages, self.method = passages, method
@@ -260,7 +269,7 @@ class Progress:
         self.tokens = array("i", self.prompt.tobytes())
         self.n_prompt, self.boundaries = len(self.tokens), long.boundaries_without(n)
         self.boundary = max(0, self.boundary - moved)
-        self.forget_blocks()
+        self.fetched = None
         self.set_passages(None, "")
 
     def drop(self, begin: int, end: int) -> None:
@@ -280,4 +289,4 @@ class Progress:
 
     def close(self) -> None:
         """Free what is only needed while the job runs; the numbers stay."""
-        self.blocks, self.passages, self.long = [], None, None
+        self.fetched = self.passages = self.long = None
