@@ -22,7 +22,7 @@ from mixedkv.chunks.stitch import Rows, Stitch
 from mixedkv.chunks.support import check_method
 from mixedkv.errors import ContextLengthError
 from mixedkv.llama import Llama
-from mixedkv.start.lone import LoneSequence, forget
+from mixedkv.start.lone import LoneSequence
 from mixedkv.start.sequences import Reuse
 from mixedkv.store import Identity, KVStore, Saved
 from mixedkv.tokens import Tokens, as_tokens
@@ -169,7 +169,8 @@ class ChunkCache:
         waiting = self._gate.take()
         if waiting is None:
             return None
-        forget(self.llm)  # nobody continues from this sequence
+        # nobody goes on from what is not left
+        LoneSequence(self.llm, self._store, Identity.of(self.llm), "check", untouched=True)
         self.llm.eval(waiting.tokens.tolist())
         deviation = compare(last_logits(self.llm), waiting.logits)
         self._gate.note(deviation)

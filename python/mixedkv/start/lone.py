@@ -60,7 +60,7 @@ class _Held:
 
     pool: SequencePool
     seq: Rows
-    at_work: object | None = None  # who has claimed it, and has not left it yet
+    claim: object | None = None  # of who has not left it yet; no caller, which would keep the `Llama` alive
 
 
 # By `Llama`, not by caller: the next caller must know whose tokens are in its sequence.
@@ -96,17 +96,18 @@ class LoneSequence:
         self._llm, self._store, self.identity = llm, store, identity
         self.sinks, self._before_drop = sinks, before_drop
         self.size = context_size(llm)
-        self._held = held = _claim(llm, self)
+        self._held = held = _held_by(llm)
         self._pool, self._seq = held.pool, held.seq
-        owner, is_left = f"{asker} {identity.digest.hex()}", held.at_work is None
+        owner, is_left = f"{asker} {identity.digest.hex()}", held.claim is None
         if not (is_left and held.seq.tenant == owner and self._is_there(untouched)):
             self._empty()
-        held.seq.tenant, held.at_work = owner, self
+        held.seq.tenant = owner
+        self._claim = held.claim = object()
 
     @property
     def mine(self) -> bool:
         """True until another caller claims the sequence."""
-        return self._held.at_work is self
+        return self._held.claim is self._claim
 
     @property
     def n_dropped(self) -> int:
@@ -117,7 +118,7 @@ class LoneSequence:
         """Leave the sequence as it is for the next claim of the same owner."""
         if self.mine:
             self._follow()
-            self._held.at_work = None
+            self._held.claim = None
 
     # --- where a prompt starts ---
 
@@ -311,13 +312,7 @@ def context_size(llm: Llama) -> int:
     return min(llm.kv.stats().n_ctx, len(llm.input_ids))
 
 
-def forget(llm: Llama) -> None:
-    """Empty sequence 0 for a caller of which nobody goes on."""
-    _claim(llm, None).pool.drop(_held[llm].seq)
-    _held[llm].at_work = _held
-
-
-def _claim(llm: Llama, caller: object) -> _Held:
+def _held_by(llm: Llama) -> _Held:
     """Return sequence 0, whose rules are those of its cache as it is now."""
     if llm not in _held:
         pool = SequencePool(llm.kv, 1, llm.kv.cut_rule, limits=CheckpointLimits(per_sequence=0), min_shared=1)
