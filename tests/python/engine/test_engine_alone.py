@@ -17,8 +17,7 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import Recall, make_recall
 from mixedkv.engine import Delta, Engine, Job, StoreConnector
-from mixedkv.engine.deliver import deliver_directly
-from mixedkv.engine.inbox import Inbox
+from mixedkv.engine.inbox import Inbox, deliver_directly
 from mixedkv.engine.jobs.events import Event
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ClosedError, ContextLengthError

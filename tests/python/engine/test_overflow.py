@@ -15,8 +15,8 @@ from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.chunks.deviation import last_logits
 from mixedkv.engine import Job, StoreConnector
+from mixedkv.engine.prepare import fit
 from mixedkv.engine.schedule.request import Request
-from mixedkv.engine.slide import fit
 from mixedkv.errors import ContextLengthError
 from mixedkv.kv.close_gap import close_gap
 from mixedkv.llama import Llama

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 
-from mixedkv.engine.connect.passage_rows import PassageRows
+from mixedkv.chunks.stitch import PassageRows
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.engine.schedule.observer import Observer
