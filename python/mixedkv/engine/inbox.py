@@ -1,4 +1,4 @@
-"""What passes between the engine's thread and others: jobs and functions in, events out, turns of engines."""
+"""Passes jobs and functions to the engine's thread, events back, and the turn from one engine to the next."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a store needs to know of a `Llama`: the cache, and what its rows are computed from."""
+"""Names what a store needs of a `Llama`: the cache, and what its rows are computed from."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a prompt starts from: the rows of a context, who may share them, and a sequence without an engine."""
+"""Finds what a prompt starts from: the rows of a context, who may share them; also without an engine."""

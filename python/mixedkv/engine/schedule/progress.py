@@ -125,7 +125,7 @@ class PromptTokens:
 
 
 class WorkCounts:
-    """What a request took so far.
+    """Counts what a request took so far.
 
     Attributes:
         evaluated: the whole prompt was evaluated once.
