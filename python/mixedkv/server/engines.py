@@ -17,10 +17,9 @@ from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.embed.embedding_context import EmbeddingContext, only_embeds
 from mixedkv.engine.engine import Engine
+from mixedkv.engine.inbox import Turns
 from mixedkv.engine.sample.sampling_defaults import sampling_defaults
-from mixedkv.engine.schedule.checkpoints import CheckpointLimits
 from mixedkv.engine.schedule.request import SpeculationMode
-from mixedkv.engine.turns import Turns
 from mixedkv.errors import ClosedError, ModelChangedError
 from mixedkv.model.fingerprint import model_parts
 from mixedkv.model.gguf_file import ModelFile, weight_type
@@ -32,6 +31,7 @@ from mixedkv.server.models import ServedModel
 from mixedkv.server.session_kv import ModelKV
 from mixedkv.server.settings import ServerSettings
 from mixedkv.server.state import ModelInMemory, ServerState
+from mixedkv.start.checkpoints import CheckpointLimits
 from mixedkv.store import KVStore
 
 log = logging.getLogger("mixedkv.server")

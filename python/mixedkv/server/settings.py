@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import field_validator, model_validator
 
-from mixedkv.chunks.chunk_reuse import Reuse
 from mixedkv.chunks.passages import parse_chunks
 from mixedkv.doors.settings import SIZE, DoorSettings, Gigabytes, Megabytes, Several, option
 from mixedkv.engine.sample.sampling import RANGES
@@ -19,6 +18,7 @@ from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.sessions.metadata_url import beside
 from mixedkv.sizes import parse_size
+from mixedkv.start.sequences import Reuse
 from mixedkv.store.eviction import Eviction
 from mixedkv.streaming.layer_choice import parse_layers
 

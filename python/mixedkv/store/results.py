@@ -96,6 +96,9 @@ class Saved:
     reason: str = ""
 
 
+NOTHING_SAVED = Saved(entry="", n_tokens=0, n_stored=0, nbytes=0, seconds=0.0)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
     """Result of `KVStore.restore`.

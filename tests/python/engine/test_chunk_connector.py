@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
+from mixedkv.chunks.stitch import PassageRows
 from mixedkv.engine import ChunkConnector, PromptCache
-from mixedkv.engine.connect.passage_rows import PassageRows
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.jobs.events import Done
 from mixedkv.engine.jobs.job import Job

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mixedkv.chunks.chunk_choice import ChunkChoice
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.prompts.overflow import Gap
 from mixedkv.tokens import Tokens, common_prefix
@@ -42,7 +41,7 @@ class Sequence:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     whole: bool = True
     stitched: bool = False
-    chunks: ChunkChoice | None = None
+    chunks: object | None = None
     gap: Gap | None = None
     shared: int = 0
     session: str | None = None
