@@ -10,6 +10,7 @@ from typing import Any
 
 from mixedkv.config import parse_kv
 from mixedkv.engine.chat.chat_template import ChatRenderer
+from mixedkv.engine.chat.tokenizer import find_format
 from mixedkv.engine.embed.embedding_context import only_embeds, ranks
 from mixedkv.engine.sample.sampling_defaults import sampling_defaults
 from mixedkv.model.fingerprint import model_header
@@ -80,15 +81,14 @@ def read_chat_template(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"chat_template={path}: {error}: give a file, or with chat_format the name of a format"
-        ) from None
+        named = f"chat_format={path}" if find_format(path) else "with chat_format the name of a format"
+        raise ValueError(f"chat_template={path}: {error}: give a file, or {named}") from None
 
 
 def description(settings: ServerSettings, model: ServedModel, file: ModelFile) -> dict[str, Any]:
     """Return the fields of `Described` that the files of a model tell."""
-    template = "" if settings.chat_format else read_chat_template(settings.chat_template)
-    template = template or str(file.metadata.get("tokenizer.chat_template", ""))
+    own = str(file.metadata.get("tokenizer.chat_template", ""))
+    template = "" if settings.chat_format else read_chat_template(settings.chat_template) or own
     renderer = ChatRenderer(template, "", "")
     generates = not only_embeds(file)
     embeds = not model.parent and (settings.embeddings or not generates) and not ranks(file)

@@ -125,7 +125,7 @@ def _tell(state: ServerState, file: ModelFile) -> None:
     state.chat_template = words.chat_template
     state.capabilities = capabilities(
         generates=state.generates,
-        tools=state.generates and words.takes_tools,
+        tools=state.generates and words.renders,
         thinks=state.generates and words.thinks,
         infills=state.generates and words.infills,
         sees=state.projector is not None,
