@@ -127,7 +127,16 @@ class ServerSettings(BaseSettings):
     chat_template: str = _option("", "Jinja chat template in place of the model's own", "FILE")
     kv: str = _option("mixed", "KV cache, as in `mixedkv run`", "SPEC")
     n_ctx: int = _option(
-        0, "tokens of the cache, shared by all sequences (default: 8192 or the model's)", "N", 0, INT32_MAX
+        0,
+        "tokens of the cache, shared by all sequences (default, as with --fit: as many as fit into the "
+        "memory that is free, up to the model's)",
+        "N",
+        0,
+        INT32_MAX,
+    )
+    swa_full: bool = _option(
+        False,
+        "keep all rows of layers with a sliding window (default: with --reuse chunks and --overflow slide)",
     )
     parallel: int = _option(8, "most answers generated at a time", "N", 1, MAX_SEQUENCES - 1)
     idle_prefixes: int = _option(
@@ -141,7 +150,12 @@ class ServerSettings(BaseSettings):
         65536,
     )
     threads: int = _option(0, "CPU threads (default: llama_cpp's choice)", "N", 0, 4096)
-    n_gpu_layers: int = _option(0, "layers on a GPU, in a build that has one; -1 is all", "N", -1, 4096)
+    n_ubatch: int = _option(
+        0, "most tokens that layers compute at a time, at most a step (default: a step)", "N", 0, 65536
+    )
+    n_gpu_layers: int | None = _option(
+        None, "layers on a GPU, in a build that has one; -1 is all (default: as many as fit)", "N", -1, 4096
+    )
     stream_layers: str = _option(
         "",
         "read layers from the file for each step: auto, all, ffn, a number, or keep_first=8,keep_last=2",

@@ -13,7 +13,8 @@ import llama_cpp
 from mixedkv import _core
 from mixedkv.config import KVSetting
 from mixedkv.errors import UnsupportedModelError
-from mixedkv.model.footprint import footprint, model_shape
+from mixedkv.model.fit import compute_bytes
+from mixedkv.model.footprint import Sliding, footprint, model_shape
 from mixedkv.model.gguf_file import ModelFile, n_layers
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.memory import memory_room, own_memory
@@ -183,11 +184,11 @@ def plan_streaming(
     room = _room(memory)
     n_ctx = context["n_ctx"] or int(file.get("context_length", 0))
     if "n_batch" not in context and "n_ubatch" not in context:
-        n = next((n for n in _BATCHES if 10 * _compute_bytes(file, n, n_ctx) <= room), _BATCHES[-1])
+        n = next((n for n in _BATCHES if 10 * compute_bytes(file, n, n_ctx) <= room), _BATCHES[-1])
         n = min(n, n_ctx or n)
         context.update(n_batch=n, n_ubatch=n)
     n_ubatch = min(context.get("n_ubatch", 512), context.get("n_batch", 512))
-    taken = _cache_bytes(file, setting, n_ctx, context) + _compute_bytes(file, n_ubatch, n_ctx) + _SLACK
+    taken = _cache_bytes(file, setting, n_ctx, context) + compute_bytes(file, n_ubatch, n_ctx) + _SLACK
     if sizes.routed:
         return _beside_experts(file, sizes, asked, room - taken)
     layers = choose_layers(sizes, "auto" if asked is None else asked, room - taken)
@@ -223,16 +224,7 @@ def _room(memory: int | str | None) -> int:
 
 def _cache_bytes(file: ModelFile, setting: KVSetting, n_ctx: int, context: dict[str, Any]) -> int:
     try:
-        return footprint(model_shape(file), setting, n_ctx, context["n_seq_max"]).bytes
+        sliding = Sliding(full=bool(context.get("swa_full")), n_ubatch=context.get("n_ubatch", 512))
+        return footprint(model_shape(file), setting, n_ctx, context["n_seq_max"], sliding).bytes
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"memory for its KV cache is not known: {error}") from None
-
-
-def _compute_bytes(file: ModelFile, n_ubatch: int, n_ctx: int) -> int:
-    """Estimate the bytes of compute buffers: F32 activations of a micro-batch, its mask, and the logits of
-    some tokens.
-    """
-    n_ff = file.get("feed_forward_length", 0)  # of each layer, where they differ
-    width, n_ff = int(file.get("embedding_length", 0)), max(n_ff) if isinstance(n_ff, list) else int(n_ff)
-    n_vocab = int(file.get("vocab_size", 32768))
-    return 4 * n_ubatch * (8 * width + 3 * n_ff + n_ctx) + 4 * 64 * n_vocab

@@ -53,6 +53,8 @@ class SequenceMemory(Movable, Protocol):
 
     def wake(self, seq: int) -> None: ...
 
+    def drop_window(self, seq: int) -> None: ...
+
 
 @dataclass(slots=True)
 class Run(Generic[P]):

@@ -67,6 +67,7 @@ class SequencePool:
             Tenants that ask for them share this number.
         limits: limits on checkpoints.
         tenants: returns the limits of a tenant on kept prefixes.
+        n_windows: sequences that layers with a sliding window have room for, 0: all. So many run at most.
     """
 
     def __init__(
@@ -79,7 +80,9 @@ class SequencePool:
         max_kept: int | None = None,
         limits: CheckpointLimits | None = None,
         tenants: Limits = unlimited,
+        n_windows: int = 0,
     ) -> None:
+        self._n_windows = n_windows if rule.sliding else 0
         self._memory, self.rule, self.exact_only = memory, rule, exact_only
         self.limits, self._tenants = limits or CheckpointLimits(), tenants
         self._all = [Sequence(i) for i in range(n_seq)]
@@ -232,6 +235,7 @@ class SequencePool:
     def acquire(self, tenant: str, match: SequenceMatch) -> Sequence | None:
         """Return a running sequence that starts with the match's rows; None when all are running."""
         source = match.source
+        self._free_windows(match)
         if source is None:
             seq = self._free(None)
         elif not match.dropped and (match.again or self._may_continue(source, match.n)):
@@ -244,7 +248,7 @@ class SequencePool:
             return None
         seq.tenant, seq.running, seq.session = tenant, True, None
         seq.keep = seq.paused = False
-        seq.whole = True
+        seq.whole, seq.windowless = True, False
         seq.stitched = source is not None and (source.stitched or match.dropped > 0)
         seq.chunks = source.chunks if source is not None and seq.stitched else None
         seq.gap, seq.n_prompt = None, 0
@@ -269,6 +273,22 @@ class SequencePool:
             self._make_room(seq)
         if not seq.running and (seq.saved or not exact):
             self._memory.rest(seq.id)
+
+    def _free_windows(self, match: SequenceMatch) -> None:
+        """Have layers with a sliding window let go of idle sequences, until they have room for one more: the
+        ones first that a checkpoint brings back, then the ones used the longest ago. The source of a match
+        stays where it has no checkpoint.
+        """
+        if not self._n_windows:
+            return
+        holders = [seq for seq in self._all if (seq.running or seq.tokens) and not seq.windowless]
+        spare = match.source if match.checkpoint is None else None
+        idle = [seq for seq in holders if not seq.running and seq is not spare]
+        idle.sort(key=lambda seq: (seq.paused, not seq.saved, seq.used_at))
+        for seq in idle[: max(0, len(holders) + 1 - self._n_windows)]:
+            self._memory.drop_window(seq.id)
+            seq.windowless, seq.whole = True, False
+            seq.version += 1
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
@@ -331,7 +351,7 @@ class SequencePool:
         """Remove the rows of a sequence."""
         self._memory.remove(seq.id)
         seq.tokens, seq.checkpoints, seq.whole = array("i"), [], True
-        seq.shared = 0
+        seq.shared, seq.windowless = 0, False
         seq.version += 1
 
     def n_copied(self, seq: Sequence, end: int) -> int:
