@@ -86,8 +86,9 @@ class Llama(GuardedLlama):
         n_rs_seq: how many of a sequence's last tokens (rejected drafts) a hybrid or recurrent model can take
             back. As many more states are kept of each sequence. llama.cpp supports this for some models.
         load_mtp: also load the layers for multi-token prediction, for an engine with speculation="mtp".
-        n_windows: sequences that layers with a sliding window have room for, 0: `n_seq_max`. With fewer, an
-            `Engine` that runs as many answers at a time lets go of windows of idle sequences.
+        n_windows: most sequences that layers with a sliding window have room for, 0: `n_seq_max`. In a short
+            context it is fewer, down to four. An `Engine` runs as many answers at a time, and lets go of
+            windows of idle sequences.
         n_ctx: tokens of the context; 0 takes what the model was trained with, "fit" at most that, as many as
             fit into the memory that is free: see `fit`.
         flash_attn: None turns it on where the cache needs it: a mixed one, a quantised V.
@@ -172,6 +173,8 @@ class Llama(GuardedLlama):
             n_ctx = self._choose(file, place, asked, kwargs)
         n_ctx_asked = n_ctx or int(file.get("context_length", 0))
         self._setting = self._settle(place, n_ctx_asked, kv)
+        if place is not None and n_windows:
+            self._n_windows = place.sliding.windows(place.shape.window, n_ctx_asked, self._n_seq_max)
         if not embedding and stream_layers is None and memory is None:
             self._check_room(place, n_ctx_asked)
         self._check_context(n_ctx_asked, embedding)
@@ -515,7 +518,7 @@ class Llama(GuardedLlama):
 
     @property
     def n_windows(self) -> int:
-        """Sequences that layers with a sliding window have room for; 0: all."""
+        """Sequences that layers with a sliding window have room for; 0: all, or there are none."""
         return self._n_windows
 
     def _check_context(self, n_ctx: int, embedding: bool) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from mixedkv import _core
 
 _F16_BYTES = 2
+_LEAST_WINDOWS = 4  # answers at a time, as llama-server has unless told otherwise
 _MOST_TOKENS = 2**30  # llama.cpp counts cells in 32 bits
 
 # Where the file does not say which layers are recurrent: all but the last of every so many, from llama.cpp's
@@ -94,7 +95,7 @@ class Sliding:
 
     Args:
         full: all of the context.
-        n_windows: windows of so many sequences; 0: of all.
+        n_windows: windows of so many sequences at most, in a third of the context, but four; 0: of all.
         n_ubatch: tokens of a micro-batch.
     """
 
@@ -102,11 +103,18 @@ class Sliding:
     n_windows: int = 0
     n_ubatch: int = 512
 
+    def windows(self, window: int, n_ctx: int, n_seq: int) -> int:
+        """Return how many sequences have a window at a time."""
+        if self.full or not (self.n_windows and window):
+            return n_seq
+        return min(n_seq, self.n_windows, max(_LEAST_WINDOWS, (n_ctx // 3 - self.n_ubatch) // window))
+
     def n_cells(self, window: int, n_ctx: int, n_seq: int) -> int:
+        """Return the cells of these layers."""
         if self.full:
             return padded(n_ctx)
-        n_windows = min(self.n_windows or n_seq, n_seq)
-        return padded(min(padded(n_ctx), window * n_windows + min(self.n_ubatch, padded(n_ctx))))
+        n_ubatch = min(self.n_ubatch, padded(n_ctx))
+        return padded(min(padded(n_ctx), window * self.windows(window, n_ctx, n_seq) + n_ubatch))
 
 
 WINDOWED = Sliding()

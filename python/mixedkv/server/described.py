@@ -26,7 +26,7 @@ class Described:
     Args:
         path: the model's file.
         parent: the model that this one is an adapter of.
-        size: of the cache, once it is in memory.
+        size: of the cache, once it is in memory; `parallel`: how many answers are then made at a time.
         others: the other models by name; only in the default model's description.
 
     Attributes:
@@ -44,6 +44,7 @@ class Described:
     parent: str = ""
     kv: str = ""
     size: str = ""
+    parallel: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
     capabilities: list[str] = field(default_factory=list)
     chat_template: str = ""

@@ -135,7 +135,7 @@ def _tell(state: ServerState, file: ModelFile) -> None:
     engine, embedder = state.engine, state.embedder
     words = engine.tokenizer
     state.kv = str(engine.llm.kv.config)
-    stats = engine.llm.kv.stats()
+    state.parallel, stats = engine.parallel, engine.llm.kv.stats()
     state.size = (
         f"{format_bytes(stats.bytes_total)}: {stats.bits_per_element:.1f} bits, {format_saving(stats.saving)}"
     )

@@ -1,4 +1,4 @@
-"""`mixedkv.Llama` in the place of `llama_cpp.Llama`: llama-cpp-python's own tests, from its source distribution."""
+"""`mixedkv.Llama` in the place of `llama_cpp.Llama`: llama-cpp-python's own tests, from its sources."""
 
 from __future__ import annotations
 

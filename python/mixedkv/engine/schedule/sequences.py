@@ -235,7 +235,7 @@ class SequencePool:
     def acquire(self, tenant: str, match: SequenceMatch) -> Sequence | None:
         """Return a running sequence that starts with the match's rows; None when all are running."""
         source = match.source
-        self._free_windows(match)
+        self._free_windows(1, source if match.checkpoint is None else None)
         if source is None:
             seq = self._free(None)
         elif not match.dropped and (match.again or self._may_continue(source, match.n)):
@@ -255,6 +255,7 @@ class SequencePool:
         if source is not None:  # a prefix that is shared counts as used, however old it is
             self.touch(source)
             self._memory.wake(seq.id)  # its window is whole now, and others may be evaluated first
+        self._free_windows(0, None)
         self.touch(seq)
         return seq
 
@@ -274,18 +275,16 @@ class SequencePool:
         if not seq.running and (seq.saved or not exact):
             self._memory.rest(seq.id)
 
-    def _free_windows(self, match: SequenceMatch) -> None:
-        """Have layers with a sliding window let go of idle sequences, until they have room for one more: the
-        ones first that a checkpoint brings back, then the ones used the longest ago. The source of a match
-        stays where it has no checkpoint.
+    def _free_windows(self, n_more: int, spare: Sequence | None) -> None:
+        """Have layers with a sliding window let go of idle sequences but `spare`, until they have room for
+        `n_more`: the ones first that a checkpoint brings back, then the ones used the longest ago.
         """
         if not self._n_windows:
             return
         holders = [seq for seq in self._all if (seq.running or seq.tokens) and not seq.windowless]
-        spare = match.source if match.checkpoint is None else None
         idle = [seq for seq in holders if not seq.running and seq is not spare]
         idle.sort(key=lambda seq: (seq.paused, not seq.saved, seq.used_at))
-        for seq in idle[: max(0, len(holders) + 1 - self._n_windows)]:
+        for seq in idle[: max(0, len(holders) + n_more - self._n_windows)]:
             self._memory.drop_window(seq.id)
             seq.windowless, seq.whole = True, False
             seq.version += 1
