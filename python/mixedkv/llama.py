@@ -175,7 +175,7 @@ class Llama(GuardedLlama):
         self._setting = self._settle(place, n_ctx_asked, kv)
         if place is not None and n_windows:
             self._n_windows = place.sliding.windows(place.shape.window, n_ctx_asked, self._n_seq_max)
-        if not embedding and stream_layers is None and memory is None:
+        if not (embedding or kwargs.get("vocab_only")) and stream_layers is None and memory is None:
             self._check_room(place, n_ctx_asked)
         self._check_context(n_ctx_asked, embedding)
         if load_mtp and not n_mtp_layers(file):
@@ -501,8 +501,8 @@ class Llama(GuardedLlama):
         settled = place.settled(setting, n_ctx)
         if asked is not None and setting.is_settled and settled != setting:
             warnings.warn(
-                f"kv={str(setting)!r} is {str(settled)!r} in a context of n_ctx={n_ctx}: what was asked for "
-                f"does not fit, or takes more than F16. A larger n_ctx, or hot_budget, has room for it",
+                f"kv={str(setting)!r} would take more than an F16 cache of n_ctx={n_ctx}, or not fit: it is "
+                f"{str(settled)!r} here. A larger n_ctx, or hot_budget, has room for what was asked for",
                 stacklevel=3,
             )
         return settled

@@ -25,9 +25,11 @@ def place(name: str, room: int | None, n_seq: int = 16, **fields: object) -> Pla
     layers = tuple(LayerShape(il, n_head, head, head) for il in range(n_layer))
     shape = ModelShape("llama", name, n_layer, (32,) * n_layer, TRAINED, 0, layers)
     given = {"sliding": Sliding(n_windows=8), "weights": WEIGHTS[name], **fields}
-    return Place(
-        shape=shape, n_seq=n_seq, compute=lambda n_ctx: (100 << 20) + 2048 * n_ctx, room=room, **given
-    )
+    return Place(shape=shape, n_seq=n_seq, compute=compute, room=room, **given)
+
+
+def compute(n_ctx: int) -> int:
+    return (100 << 20) + 2048 * n_ctx
 
 
 @pytest.mark.parametrize(

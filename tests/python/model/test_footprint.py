@@ -40,7 +40,7 @@ def test_every_kind_of_model(name: str, kv: str, zoo_path: Callable[[str], Path]
 @pytest.mark.parametrize(
     "sliding",
     [Sliding(full=True, n_ubatch=64), Sliding(n_windows=8, n_ubatch=100), Sliding(n_ubatch=128)],
-    ids=str,
+    ids=["full", "some", "windows"],
 )
 @pytest.mark.parametrize("name", SLIDING)
 def test_layers_with_a_sliding_window(name: str, sliding: Sliding, zoo_path: Callable[[str], Path]) -> None:
