@@ -6,6 +6,7 @@
 #include "attention/lm4.h"
 #include "attention/tc3.h"
 #include "blocks/present.h"
+#include "hooks/windows.h"
 
 #include "llama-model.h"
 

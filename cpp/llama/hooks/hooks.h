@@ -52,9 +52,6 @@ bool llama_kv_mixed_fills();
 // where a batch goes between others
 bool llama_kv_mixed_spares(const llama_kv_cells & cells, uint32_t n);
 
-// llama_kv_cache_iswa: how many sequences have a window in layers that slide
-uint32_t llama_kv_mixed_windows(uint32_t n_seq_max);
-
 // llama_kv_cache: the type of K or V of a layer, where its context was asked for `type`
 ggml_type llama_kv_mixed_layer_type(int32_t il, bool is_k, ggml_type type);
 

@@ -1,4 +1,5 @@
 #include "hooks/setup.h"
+#include "hooks/windows.h"
 
 #include "llama-kv-cells.h"
 

@@ -22,8 +22,5 @@ const mixedkv_config * llama_kv_mixed_config();
 // it was made, or could not be
 void llama_kv_mixed_drop_config();
 
-// of the next contexts that this thread makes: how many sequences have room in layers with a sliding window, 0: all
-void llama_kv_mixed_limit_sliding(uint32_t n_windows);
-
 // this thread evaluates tokens between others that a sequence has
 void llama_kv_mixed_set_fills(bool fills);

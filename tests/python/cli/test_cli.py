@@ -171,6 +171,14 @@ def test_the_formula_is_what_is_allocated(zoo_path, name: str, kv: str) -> None:
     assert stats.bytes_total == pytest.approx(said.bytes, rel=0.05)
 
 
+def test_words_of_the_context() -> None:
+    """Its size, the rows of sliding windows and micro-batches, as they are called elsewhere."""
+    done = run("run", "-p", "A journal", "-n", 1, "--fit", "-ub", 64, "--swa-full", "--kv", "mixed")
+    assert re.search(r"cache [\d.]+ MiB, [\d.]+ bits/element, \d+% below F16", done.stderr)
+    refused = run("run", "-p", "x", "-c", 2**30, "--kv", "f16", code=2).stderr
+    assert re.search(r"GiB for the cache, and [\d.]+ GiB are free\. n_ctx=8192 fits", refused)
+
+
 # --- what goes wrong ---
 
 
