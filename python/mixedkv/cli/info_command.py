@@ -137,7 +137,7 @@ def _lines(report: dict[str, Any], sizes: list[tuple[int, int]]) -> Iterable[str
     if view := max(cache["bytes_view"] for cache in report["caches"]):
         yield f"  Mixed and in an accelerator's memory: up to {format_bytes(view)} more to read it."
     if len(sizes) == 1:
-        yield f"  Served: with {_SERVED} sequences, {_SERVED // 2} at a time."
+        yield f"  Bits: of an element of K or V. Served: {_SERVED} sequences, {_SERVED // 2} at a time."
     if model["sliding_window"]:
         yield f"  Layers with a sliding window keep rows of {model['sliding_window']} tokens and a step's."
 
@@ -145,12 +145,12 @@ def _lines(report: dict[str, Any], sizes: list[tuple[int, int]]) -> Iterable[str
 def _table(caches: list[dict[str, Any]], n_ctx: int, n_seq: int) -> Iterable[str]:
     shared = f" that {n_seq} sequences share" if n_seq > 1 else ""
     yield f"KV cache for {n_ctx} tokens{shared}, by formula: nothing was loaded or allocated"
-    yield f"  {'--kv':<26}{'size':>11}{'bits/element':>13}{'below F16':>10}{'served':>11}{'longest':>11}"
+    yield f"  {'--kv':<26}{'size':>11}{'bits':>7}{'below F16':>11}{'served':>11}{'longest':>11}"
     for cache in caches:
         size, bits = format_bytes(cache["bytes"]), f"{cache['bits_per_element']:.2f}"
         longest = "" if (n := cache["longest_n_ctx"]) is None else f"{n:,}"
         served = format_bytes(cache["bytes_served"])
-        yield f"  {cache['kv']:<26}{size:>11}{bits:>13}{cache['saving']:>10.0%}{served:>11}{longest:>11}"
+        yield f"  {cache['kv']:<26}{size:>11}{bits:>7}{cache['saving']:>11.0%}{served:>11}{longest:>11}"
         if "setting" in cache:
             yield f"    --kv {cache['setting']}"
 
