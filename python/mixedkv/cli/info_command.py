@@ -102,7 +102,6 @@ def _cache(
 ) -> dict[str, Any]:
     kv = settle(parse_kv(spec), shape, n_ctx, n_seq, shares)
     size = footprint(shape, kv, n_ctx, n_seq)
-    served = settle(parse_kv(spec), shape, n_ctx, _SERVED, shares, sliding=_SERVED_WINDOWS)
     f16 = footprint(shape, parse_kv("f16"), n_ctx, n_seq).bytes
     return {
         "kv": spec,
@@ -110,12 +109,21 @@ def _cache(
         "n_ctx": n_ctx,
         "sequences": n_seq,
         "bytes": size.bytes,
-        "bytes_served": footprint(shape, served, n_ctx, _SERVED, _SERVED_WINDOWS).bytes,
+        "bytes_served": _served(shape, shares, spec, n_ctx),
         "bytes_view": size.view,
         "bits_per_element": round(size.bits_per_element, 3),
         "saving": round(1 - size.bytes / f16, 4) if f16 else 0.0,
         "longest_n_ctx": None if room is None or not f16 else longest_context(shape, kv, room, n_seq),
     }
+
+
+def _served(shape: ModelShape, shares: Shares | None, spec: str, n_ctx: int) -> int | None:
+    """Return the bytes of what a server has, None where it cannot have this cache."""
+    try:
+        kv = settle(parse_kv(spec), shape, n_ctx, _SERVED, shares, sliding=_SERVED_WINDOWS)
+        return footprint(shape, kv, n_ctx, _SERVED, _SERVED_WINDOWS).bytes
+    except ValueError:  # its budget is too small
+        return None
 
 
 def _lines(report: dict[str, Any], sizes: list[tuple[int, int]]) -> Iterable[str]:
@@ -149,7 +157,7 @@ def _table(caches: list[dict[str, Any]], n_ctx: int, n_seq: int) -> Iterable[str
     for cache in caches:
         size, bits = format_bytes(cache["bytes"]), f"{cache['bits_per_element']:.2f}"
         longest = "" if (n := cache["longest_n_ctx"]) is None else f"{n:,}"
-        served = format_bytes(cache["bytes_served"])
+        served = "" if (n := cache["bytes_served"]) is None else format_bytes(n)
         yield f"  {cache['kv']:<26}{size:>11}{bits:>7}{cache['saving']:>11.0%}{served:>11}{longest:>11}"
         if "setting" in cache:
             yield f"    --kv {cache['setting']}"
