@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mixedkv.cli import import_packed
 from mixedkv.cli.values import duration, gigabytes
-from mixedkv.kv.stats import format_bytes
+from mixedkv.sizes import format_bytes
 
 if TYPE_CHECKING:
     from mixedkv.store import KVStore

@@ -111,7 +111,8 @@ def _talk(
         history.add({"role": "system", "content": args.system})
     if sys.stdin.isatty() and sys.stderr.isatty():
         name = Path(llm.model_path).name
-        _tell(f"{name}, {llm.n_ctx():,} tokens, {args.kv or 'mixed'}; /? lists commands, Ctrl-D ends")
+        what = str(llm.fitted or f"{llm.n_ctx():,} tokens, {args.kv or 'mixed'}")
+        _tell(f"{name}, {what}; /? lists commands, Ctrl-D ends")
     took = ""
     commands = ChatCommands(llm, history, lambda: took)
     for text in _questions(history):

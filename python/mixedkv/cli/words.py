@@ -21,6 +21,7 @@ _SHORT = {
     "n_gpu_layers": "-ngl",
     "threads": "-t",
     "n_batch": "-b",
+    "n_ubatch": "-ub",
     "parallel": "-np",
 }
 _LONG = {
@@ -28,12 +29,12 @@ _LONG = {
     "n_ctx": "--ctx-size",
     "n_gpu_layers": "--gpu-layers",
     "n_batch": "--batch-size",
+    "n_ubatch": "--ubatch-size",
 }
 
 _FLASH = "attention over quantised rows is fused unless --kv says attention=merged"
 _INSTEAD = {
     "--api-key": "keys stand in a file, whose lines are NAME:KEY: --api-key-file FILE",
-    "--ubatch-size": "steps are as large as the batch: --n-batch N",
     "--threads-batch": "prompts and answers use the same threads: --threads N",
     "-fa": _FLASH,
     "--flash-attn": _FLASH,
@@ -55,6 +56,9 @@ def add_words(parser: ArgumentParser, model: type[argparse.Action] | str = "stor
     )
     parser.add_argument("-ctk", "--cache-type-k", metavar="TYPE", help="as --kv TYPE, for K")
     parser.add_argument("-ctv", "--cache-type-v", metavar="TYPE", help="as --kv TYPE, for V")
+    parser.add_argument(
+        "--fit", dest="n_ctx", action="store_const", const=0, help="as many tokens as fit: the default"
+    )
     parser.add_argument("--jinja", action="store_true", help=argparse.SUPPRESS)  # templates always are
 
 

@@ -128,6 +128,7 @@ class Engine:
             max_kept=max(1, (n_seq - parallel) // 2),
             limits=checkpoints,
             most_kept=lambda tenant: limits(tenant).kept,
+            n_windows=llm.n_windows,
         )
         self.speculation = Speculation(llm, speculation, self.observer, draft_model, parallel)
         self._turns = turns or Turns()

@@ -14,7 +14,7 @@ from mixedkv.engine.chat.tokenizer import find_format
 from mixedkv.engine.embed.embedding_context import only_embeds, ranks
 from mixedkv.engine.sample.sampling_defaults import sampling_defaults
 from mixedkv.model.fingerprint import model_header
-from mixedkv.model.gguf_file import ModelFile, default_n_ctx, weight_type
+from mixedkv.model.gguf_file import ModelFile, weight_type
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.models import ServedModel
 from mixedkv.server.settings import ServerSettings
@@ -27,6 +27,7 @@ class Described:
     Args:
         path: the model's file.
         parent: the model that this one is an adapter of.
+        size: of the cache, once it is in memory; `parallel`: how many answers are then made at a time.
         others: the other models by name; only in the default model's description.
 
     Attributes:
@@ -43,6 +44,8 @@ class Described:
     ranks: bool = False
     parent: str = ""
     kv: str = ""
+    size: str = ""
+    parallel: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
     capabilities: list[str] = field(default_factory=list)
     chat_template: str = ""
@@ -115,7 +118,7 @@ def description(settings: ServerSettings, model: ServedModel, file: ModelFile) -
             "n_params": sum(_n_elements(tensor.shape) for tensor in file.tensors),
             "quantization": weight_type(file),
             "size_bytes": file.size,
-            "n_ctx": (model.n_ctx or default_n_ctx(file)) if generates else None,
+            "n_ctx": (model.n_ctx or int(file.get("context_length", 0))) if generates else None,
             "n_embd": file.get("embedding_length") if embeds else None,
             "embedding_n_ctx": None,
         },

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -21,6 +22,8 @@ from mixedkv.engine.inbox import Turns
 from mixedkv.engine.sample.sampling_defaults import sampling_defaults
 from mixedkv.engine.schedule.request import SpeculationMode
 from mixedkv.errors import ClosedError, ModelChangedError
+from mixedkv.kv.stats import format_saving
+from mixedkv.llama import Llama
 from mixedkv.model.fingerprint import model_parts
 from mixedkv.model.gguf_file import ModelFile, weight_type
 from mixedkv.native import llama_cpp as _llama_cpp
@@ -31,6 +34,7 @@ from mixedkv.server.models import ServedModel
 from mixedkv.server.session_kv import ModelKV
 from mixedkv.server.settings import ServerSettings
 from mixedkv.server.state import ModelInMemory, ServerState
+from mixedkv.sizes import format_bytes
 from mixedkv.start.checkpoints import CheckpointLimits
 from mixedkv.store import KVStore
 
@@ -65,6 +69,8 @@ def _open(
     mtp = settings.speculation == "mtp"
     weights = parent.engine.llm if parent is not None else None
     llm = stack.enter_context(load_model(settings, model, file, state.generates, weights, mtp))
+    if llm.fitted is not None:
+        print(f"mixedkv fits {model.name}: {llm.fitted}", file=sys.stderr, flush=True)
     draft_model = stack.enter_context(load_draft_model(settings, llm)) if drafts else None
     connector = _connector(settings, state.store)
     engine = stack.enter_context(
@@ -82,7 +88,7 @@ def _open(
             limits=state.keys.limits,
             checkpoints=CheckpointLimits(
                 **({} if settings.max_checkpoint_gb else {"per_sequence": 0}),
-                max_bytes=int(settings.max_checkpoint_gb * 1e9),
+                max_bytes=_checkpoint_bytes(settings, llm),
             ),
             speculation=speculation_of(settings, drafts=draft_model is not None or mtp),
             draft_model=draft_model,
@@ -94,6 +100,13 @@ def _open(
     embedder = _open_embedder(state, engine, file) if parent is None else None
     projector = parent.projector if parent is not None else open_projector(settings, model, llm)
     return ModelInMemory(engine=engine, embedder=embedder, projector=projector)
+
+
+def _checkpoint_bytes(settings: ServerSettings, llm: Llama) -> int:
+    """Return the most memory for checkpoints: of what a fitted context has left, half."""
+    most = int(settings.max_checkpoint_gb * 1e9)
+    left = llm.fitted.n_left if llm.fitted is not None else None
+    return most if left is None else min(most, left // 2)
 
 
 def _stop_reading(engine: Engine) -> None:
@@ -122,6 +135,10 @@ def _tell(state: ServerState, file: ModelFile) -> None:
     engine, embedder = state.engine, state.embedder
     words = engine.tokenizer
     state.kv = str(engine.llm.kv.config)
+    state.parallel, stats = engine.parallel, engine.llm.kv.stats()
+    state.size = (
+        f"{format_bytes(stats.bytes_total)}: {stats.bits_per_element:.1f} bits, {format_saving(stats.saving)}"
+    )
     state.chat_template = words.chat_template
     state.capabilities = capabilities(
         generates=state.generates,

@@ -206,7 +206,11 @@ def _leave(*_: Any) -> None:
 
 def _announce(models: Sequence[Described], where: str) -> None:
     for each in reversed(models):
-        what = f"kv {each.kv}, {each.facts['n_ctx']} tokens, {each.settings.parallel} at a time"
+        what = (
+            f"kv {each.kv}, {each.facts['n_ctx']} tokens, {each.parallel or each.settings.parallel} at a time"
+        )
+        if each.size:
+            what += f", {each.size}"
         if each.parent:
             what = f"an adapter on {each.parent}, {what}"
         if not each.generates:

@@ -95,8 +95,8 @@ class ServerSettings(DoorSettings):
     }
     GROUPS: ClassVar[Mapping[str, str]] = {
         "models": "model model_name model_n_ctx lora mmproj keep_alive max_loaded chat_format chat_template",
-        "cache": "kv n_ctx parallel idle_prefixes max_checkpoint_gb overflow",
-        "machine": "threads n_batch n_gpu_layers stream_layers memory",
+        "cache": "kv n_ctx swa_full parallel idle_prefixes max_checkpoint_gb overflow",
+        "machine": "threads n_batch n_ubatch n_gpu_layers stream_layers memory",
         "reuse of KV": "reuse chunks store store_key_file store_remote recheck max_kv_size_gb max_ram_gb "
         "eviction max_age warm warm_text",
         "drafts": "speculation draft_model n_rs_seq",
@@ -139,7 +139,16 @@ class ServerSettings(DoorSettings):
     chat_format: str = option("", "llama-cpp-python's chat format, for a model without a template", "NAME")
     chat_template: str = option("", "Jinja chat template in place of the model's own", "FILE")
     n_ctx: int = option(
-        0, "tokens of the cache, shared by all sequences (default: 8192 or the model's)", "N", 0, INT32_MAX
+        0,
+        "tokens of the cache, shared by all sequences (default, as with --fit: as many as fit into the "
+        "memory that is free, up to the model's)",
+        "N",
+        0,
+        INT32_MAX,
+    )
+    swa_full: bool = option(
+        False,
+        "keep all rows of layers with a sliding window (default: with --reuse chunks and --overflow slide)",
     )
     idle_prefixes: int = option(
         8, "most finished requests whose KV stays in the context", "N", 1, MAX_SEQUENCES - 1
@@ -151,7 +160,12 @@ class ServerSettings(DoorSettings):
         0,
         65536,
     )
-    n_gpu_layers: int = option(0, "layers on a GPU, in a build that has one; -1 is all", "N", -1, 4096)
+    n_ubatch: int = option(
+        0, "most tokens that layers compute at a time, at most a step (default: a step)", "N", 0, 65536
+    )
+    n_gpu_layers: int | None = option(
+        None, "layers on a GPU, in a build that has one; -1 is all (default: as many as fit)", "N", -1, 4096
+    )
     stream_layers: str = option(
         "",
         "read layers from the file for each step: auto, all, ffn, a number, or keep_first=8,keep_last=2",

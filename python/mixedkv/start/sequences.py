@@ -82,6 +82,8 @@ class SequenceMemory(Movable, Protocol):
 
     def wake(self, seq: int) -> None: ...
 
+    def drop_window(self, seq: int) -> None: ...
+
 
 class SequencePool:
     """All sequences of a context. Belongs to the engine's thread.
@@ -94,6 +96,7 @@ class SequencePool:
         limits: limits on checkpoints.
         most_kept: returns how many prefixes a tenant may keep at most; None for its equal share.
         min_shared: fewest tokens that are worth a start.
+        n_windows: sequences that layers with a sliding window have room for, 0: all. So many run at most.
     """
 
     def __init__(
@@ -107,7 +110,9 @@ class SequencePool:
         limits: CheckpointLimits | None = None,
         most_kept: Callable[[str], int | None] = lambda tenant: None,
         min_shared: int = MIN_SHARED,
+        n_windows: int = 0,
     ) -> None:
+        self._n_windows = n_windows if rule.sliding else 0
         self._memory, self.rule, self.exact_only = memory, rule, exact_only
         self.limits, self._most_kept = limits or CheckpointLimits(), most_kept
         self._min_shared = min_shared
@@ -261,6 +266,7 @@ class SequencePool:
     def acquire(self, tenant: str, match: SequenceMatch) -> Sequence | None:
         """Return a running sequence that starts with the match's rows; None when all are running."""
         source = match.source
+        self._free_windows(1, source if match.checkpoint is None else None)
         if source is None:
             seq = self._free(None)
         elif not match.dropped and (match.again or self._may_continue(source, match.n)):
@@ -273,13 +279,14 @@ class SequencePool:
             return None
         seq.tenant, seq.running, seq.session = tenant, True, None
         seq.keep = seq.paused = False
-        seq.whole = True
+        seq.whole, seq.windowless = True, False
         seq.stitched = source is not None and (source.stitched or match.dropped > 0)
         seq.chunks = source.chunks if source is not None and seq.stitched else None
         seq.gap, seq.n_prompt = None, 0
         if source is not None:  # a prefix that is shared counts as used, however old it is
             self.touch(source)
             self._memory.wake(seq.id)  # its window is whole now, and others may be evaluated first
+        self._free_windows(0, None)
         self.touch(seq)
         return seq
 
@@ -298,6 +305,20 @@ class SequencePool:
             self._make_room(seq)
         if not seq.running and (seq.saved or not exact):
             self._memory.rest(seq.id)
+
+    def _free_windows(self, n_more: int, spare: Sequence | None) -> None:
+        """Have layers with a sliding window let go of idle sequences but `spare`, until they have room for
+        `n_more`: the ones first that a checkpoint brings back, then the ones used the longest ago.
+        """
+        if not self._n_windows:
+            return
+        holders = [seq for seq in self._all if (seq.running or seq.tokens) and not seq.windowless]
+        idle = [seq for seq in holders if not seq.running and seq is not spare]
+        idle.sort(key=lambda seq: (seq.paused, not seq.saved, seq.used_at))
+        for seq in idle[: max(0, len(holders) + n_more - self._n_windows)]:
+            self._memory.drop_window(seq.id)
+            seq.windowless, seq.whole = True, False
+            seq.version += 1
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
@@ -360,7 +381,7 @@ class SequencePool:
         """Remove the rows of a sequence."""
         self._memory.remove(seq.id)
         seq.tokens, seq.checkpoints, seq.whole = array("i"), [], True
-        seq.shared = 0
+        seq.shared, seq.windowless = 0, False
         seq.version += 1
 
     def n_copied(self, seq: Sequence, end: int) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.card import card, rows_of
-from mixedkv.kv.stats import format_bytes
+from mixedkv.sizes import format_bytes
 from mixedkv.store.identity import Identity
 
 Tier = Literal["ram", "disk", "remote", "none"]

@@ -15,6 +15,7 @@ from mixedkv.config import parse_kv
 from mixedkv.engine.batch.batch import Batch
 from mixedkv.errors import EngineError
 from mixedkv.llama import Llama
+from mixedkv.model.footprint import Sliding
 from mixedkv.model.gguf_file import ModelFile
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.streaming.streaming import context_bytes
@@ -45,7 +46,10 @@ def embedding_bytes(file: ModelFile, *, n_ctx: int = 0, n_batch: int = 512) -> i
     """Estimate the memory that an `EmbeddingContext` takes."""
     n_ctx = n_ctx or min(_DEFAULT_N_CTX, int(file.get("context_length", _DEFAULT_N_CTX)))
     n_batch = max(n_batch, n_ctx) if only_embeds(file) else n_batch
-    return context_bytes(file, parse_kv("f16"), n_ctx + n_batch, n_batch) + 2 * 4 * _MAX_LOGITS
+    return (
+        context_bytes(file, parse_kv("f16"), n_ctx + n_batch, 1, Sliding(n_ubatch=n_batch))
+        + 2 * 4 * _MAX_LOGITS
+    )
 
 
 @dataclass(frozen=True, slots=True)
