@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from mixedkv.sessions import (
     CreateCacheResponse,
     CreateContextCacheRequest,
 )
+from mixedkv.start.lone import LoneSequence
 from mixedkv.store import Identity, KVStore
 from support.conversation_support import (
     GREEDY,
@@ -162,6 +165,16 @@ def test_an_answer_that_was_overtaken_stores_nothing_of_the_other(
     assert "another answer was begun" in stream.result.usage.reason
     match = store.find(Identity.of(llm, tenant="ada"), tokens)
     assert match is None or match.n_tokens < 5  # <bos><|user|> and the like
+
+
+def test_a_claim_that_nobody_has_left_keeps_no_llama_alive(store: KVStore) -> None:
+    llm = open_llama()
+    LoneSequence(llm, store, Identity.of(llm), "test", untouched=True)
+    alive = weakref.ref(llm)
+    llm.close()
+    del llm
+    gc.collect()
+    assert alive() is None
 
 
 def test_what_is_live_under_another_window_is_computed_again() -> None:
