@@ -348,8 +348,9 @@ LLAMA_API enum mixedkv_status mixedkv_restore_window(struct llama_context * ctx,
                                                      const struct mixedkv_row_group * groups, uint32_t n_groups);
 
 // Weights that stay in the model's file and are read for each pass over the model. Give the buffer type to a model's
-// matrices of whole layers, in llama_model_params::tensor_buft_overrides, and load it without mmap; its one context
-// then reads them while it evaluates. llama_decode() returns 2 where that fails, see mixedkv_stream_check().
+// matrices of whole layers, in llama_model_params::tensor_buft_overrides, and load it without mmap; its contexts
+// then read them while they evaluate, one after the other. llama_decode() returns 2 where that fails, see
+// mixedkv_stream_check().
 struct mixedkv_stream;
 
 struct mixedkv_stream_config {

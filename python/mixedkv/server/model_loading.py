@@ -8,6 +8,7 @@ from typing import Any
 
 from mixedkv.config import MixedKVConfig
 from mixedkv.engine.chat import tokenizer
+from mixedkv.engine.embed.embedding_context import embedding_bytes
 from mixedkv.images import Projector
 from mixedkv.limits import CELLS
 from mixedkv.llama import Llama
@@ -15,6 +16,7 @@ from mixedkv.model.gguf_file import ModelFile, default_n_ctx
 from mixedkv.server.models import ServedModel
 from mixedkv.server.settings import ServerSettings
 from mixedkv.streaming.layer_choice import parse_layers
+from mixedkv.streaming.streaming import memory_beside
 from mixedkv.terminal import LoadingBar
 
 
@@ -36,8 +38,12 @@ def load_model(
             "lora: a model with an adapter streams layers of its own, so memory is not the budget of both: "
             "leave memory out, or say with stream_layers how many layers are read"
         )
-    if settings.stream_layers:  # streamed layers are one context's
+    if settings.stream_layers:  # each `Llama` has a ring of its own
         weights = None
+    memory: int | str | None = settings.memory or None
+    if (settings.stream_layers or memory) and (settings.embeddings or not generates):
+        needed = embedding_bytes(file, n_ctx=settings.embedding_n_ctx, n_batch=settings.n_batch or 512)
+        memory = memory_beside(memory, needed)
     return _open(
         settings,
         model.path,
@@ -49,7 +55,7 @@ def load_model(
         n_rs_seq=settings.n_rs_seq,
         load_mtp=mtp,
         stream_layers=parse_layers(settings.stream_layers) if settings.stream_layers else None,
-        memory=settings.memory or None,
+        memory=memory,
         lora_path=model.adapter or None,
         lora_scale=model.scale,
         weights=weights,

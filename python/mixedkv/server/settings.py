@@ -384,10 +384,6 @@ class ServerSettings(BaseSettings):
             raise ValueError("speculation=mtp needs no draft model: leave draft_model out")
         if self.speculation == "mtp" and (self.stream_layers or self.memory):
             raise ValueError("speculation=mtp and stream_layers or memory: leave one out")
-        if self.embeddings and (self.stream_layers or self.memory):
-            raise ValueError(
-                "embeddings and stream_layers or memory: streamed layers are one context's: leave one out"
-            )
         if self.chat_format and self.chat_template:
             raise ValueError("chat_format and chat_template both say how chats are written: give one")
         if self.store_key_file and not (self.store or self.store_remote):

@@ -187,7 +187,7 @@ def plan_streaming(
         n = min(n, n_ctx or n)
         context.update(n_batch=n, n_ubatch=n)
     n_ubatch = min(context.get("n_ubatch", 512), context.get("n_batch", 512))
-    taken = _cache_bytes(file, setting, n_ctx, context) + _compute_bytes(file, n_ubatch, n_ctx) + _SLACK
+    taken = context_bytes(file, setting, n_ctx, n_ubatch, context["n_seq_max"]) + _SLACK
     if sizes.routed:
         return _beside_experts(file, sizes, asked, room - taken)
     layers = choose_layers(sizes, "auto" if asked is None else asked, room - taken)
@@ -221,11 +221,26 @@ def _room(memory: int | str | None) -> int:
     return left
 
 
-def _cache_bytes(file: ModelFile, setting: KVSetting, n_ctx: int, context: dict[str, Any]) -> int:
+def memory_beside(memory: int | str | None, n_bytes: int) -> int:
+    """Return the `memory` of a `Llama` that leaves `n_bytes` of its process's memory to something else.
+
+    Raises:
+        ValueError: as `plan_streaming`.
+    """
+    return max(0, own_memory() + _room(memory) - n_bytes)
+
+
+def context_bytes(file: ModelFile, setting: KVSetting, n_ctx: int, n_ubatch: int, n_seq: int = 1) -> int:
+    """Estimate the memory of a context: its cache and its compute buffers.
+
+    Raises:
+        UnsupportedModelError: the size of the model's cache is not known.
+    """
     try:
-        return footprint(model_shape(file), setting, n_ctx, context["n_seq_max"]).bytes
+        cache = footprint(model_shape(file), setting, n_ctx, n_seq).bytes
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"memory for its KV cache is not known: {error}") from None
+    return cache + _compute_bytes(file, n_ubatch, n_ctx)
 
 
 def _compute_bytes(file: ModelFile, n_ubatch: int, n_ctx: int) -> int:
