@@ -19,9 +19,21 @@ KINDS = tuple(name for name in (*zoo.SUPPORTED, *zoo.MORE) if name != "llama-96"
 
 def held(path: Path, kv: str, n_seq: int, sliding: Sliding) -> tuple[int, int]:
     """Return what is allocated, and the formula's."""
-    options = {"n_seq_max": n_seq, "kv_unified": True, "n_batch": 128, "n_ubatch": sliding.n_ubatch}
+    options = {
+        "n_seq_max": n_seq,
+        "kv_unified": True,
+        "n_batch": 128,
+        "n_ubatch": sliding.n_ubatch,
+        "verbose": False,
+    }
     with Llama(
-        path, kv=kv, n_ctx=2048, swa_full=sliding.full, n_windows=sliding.n_windows, verbose=False, **options
+        path,
+        kv=kv,
+        n_ctx=2048,
+        swa_full=sliding.full,
+        n_windows=sliding.n_windows,
+        flash_attn=True,
+        **options,
     ) as llm:
         stats = llm.kv.stats()
         shape = model_shape(read_model_file(path))
