@@ -156,7 +156,8 @@ class Llama(GuardedLlama):
         self._n_seq_max = check_sequences(n_seq_max, kwargs.get("n_batch", _N_BATCH))
         self._kv_unified = bool(kv_unified)
         self._n_rs_seq, self._load_mtp = check_snapshots(n_rs_seq), bool(load_mtp)
-        self._n_windows, self._fit = n_windows, None
+        self._n_windows = n_windows
+        self._fit: Fit | None = None
         path = os.fsdecode(model_path)
         if is_name(path):
             path = str(find_model(path))
@@ -482,12 +483,12 @@ class Llama(GuardedLlama):
             return default_n_ctx(file)
         free, layers = gpu_room(), given.get("n_gpu_layers")
         if free is None or layers == 0:
-            self._fit = fit(place, kv)
+            chosen = fit(place, kv)
         else:
-            self._fit = fit_with_gpu(place, kv, free, layers)
-            given["n_gpu_layers"] = self._fit.n_gpu_layers
-        self._setting = self._fit.kv
-        return self._fit.n_ctx
+            chosen = fit_with_gpu(place, kv, free, layers)
+            given["n_gpu_layers"] = chosen.n_gpu_layers
+        self._fit, self._setting = chosen, chosen.kv
+        return chosen.n_ctx
 
     def _settle(self, place: Place | None, n_ctx: int, asked: str | KVSetting | None) -> KVSetting:
         """Settle a budget or a number of bits, and a window that is too wide for the context."""
