@@ -173,7 +173,7 @@ class Llama(GuardedLlama):
             asked = self._setting if chosen else None
             n_ctx = self._choose(file, place, asked, kwargs)
         n_ctx_asked = n_ctx or int(file.get("context_length", 0))
-        self._setting = self._settle(place, n_ctx_asked, kv)
+        self._setting = self._settle(file, place, n_ctx_asked, kv)
         if place is not None and n_windows:
             self._n_windows = place.sliding.windows(place.shape.window, n_ctx_asked, self._n_seq_max)
         if not (embedding or kwargs.get("vocab_only")) and stream_layers is None and memory is None:
@@ -490,10 +490,16 @@ class Llama(GuardedLlama):
         self._fit, self._setting = chosen, chosen.kv
         return chosen.n_ctx
 
-    def _settle(self, place: Place | None, n_ctx: int, asked: str | KVSetting | None) -> KVSetting:
+    def _settle(
+        self, file: ModelFile, place: Place | None, n_ctx: int, asked: str | KVSetting | None
+    ) -> KVSetting:
         """Settle a budget or a number of bits, and a window that is too wide for the context."""
         setting = self._setting
-        if not isinstance(setting, MixedKVConfig) or place is None:
+        if not isinstance(setting, MixedKVConfig):
+            return setting
+        if place is None:
+            if not setting.is_settled:
+                model_shape(file)  # says what is not known
             return setting
         if not n_ctx:
             if setting.budget:
