@@ -29,7 +29,7 @@ from mixedkv.errors import (
 from mixedkv.guarded_llama import GuardedLlama
 from mixedkv.kv.cache import KVCache
 from mixedkv.limits import padded
-from mixedkv.model.fit import Fit, Place, check_room, compute_bytes, fit, fit_with_gpu
+from mixedkv.model.fit import Fit, ContextPlace, check_room, compute_bytes, fit, fit_with_gpu
 from mixedkv.model.footprint import Sliding, model_shape
 from mixedkv.model.gguf_file import (
     ModelFile,
@@ -454,7 +454,7 @@ class Llama(GuardedLlama):
         }
         return {**state, **own, **self._asked}
 
-    def _place(self, file: ModelFile, given: dict[str, Any], weights: Llama | None) -> Place | None:
+    def _place(self, file: ModelFile, given: dict[str, Any], weights: Llama | None) -> ContextPlace | None:
         """Return where the context is to fit; None where its shape is not known: llama.cpp has the last
         word.
         """
@@ -464,7 +464,7 @@ class Llama(GuardedLlama):
             return None
         n_ubatch = min(given.get("n_ubatch", _N_BATCH), given.get("n_batch", _N_BATCH))
         sliding = Sliding(full=given["swa_full"], n_windows=self._n_windows, n_ubatch=n_ubatch)
-        return Place(
+        return ContextPlace(
             shape=shape,
             n_seq=self._n_seq_max,
             n_stream=1 if self._kv_unified else self._n_seq_max,
@@ -476,7 +476,7 @@ class Llama(GuardedLlama):
         )
 
     def _choose(
-        self, file: ModelFile, place: Place | None, kv: KVSetting | None, given: dict[str, Any]
+        self, file: ModelFile, place: ContextPlace | None, kv: KVSetting | None, given: dict[str, Any]
     ) -> int:
         """Choose the context, the cache, and layers on a GPU that nothing was said of; return the context."""
         if place is None:
@@ -491,7 +491,7 @@ class Llama(GuardedLlama):
         return chosen.n_ctx
 
     def _settle(
-        self, file: ModelFile, place: Place | None, n_ctx: int, asked: str | KVSetting | None
+        self, file: ModelFile, place: ContextPlace | None, n_ctx: int, asked: str | KVSetting | None
     ) -> KVSetting:
         """Settle a budget or a number of bits, and a window that is too wide for the context."""
         setting = self._setting
@@ -514,7 +514,7 @@ class Llama(GuardedLlama):
             )
         return settled
 
-    def _check_room(self, place: Place | None, n_ctx: int) -> None:
+    def _check_room(self, place: ContextPlace | None, n_ctx: int) -> None:
         if place is not None and place.on_cpu and n_ctx and self._fit is None:
             check_room(place, self._setting, n_ctx)
 
