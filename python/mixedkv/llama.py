@@ -29,7 +29,7 @@ from mixedkv.errors import (
 from mixedkv.guarded_llama import GuardedLlama
 from mixedkv.kv.cache import KVCache
 from mixedkv.limits import padded
-from mixedkv.model.fit import Fit, ContextPlace, check_room, compute_bytes, fit, fit_with_gpu
+from mixedkv.model.fit import ContextPlace, Fit, check_room, compute_bytes, fit, fit_with_gpu
 from mixedkv.model.footprint import Sliding, model_shape
 from mixedkv.model.gguf_file import (
     ModelFile,
