@@ -130,16 +130,13 @@ def test_info_says_what_fits(spec: str) -> None:
 
 
 def test_info_of_sequences_that_share_a_context() -> None:
-    kv = ("mixed:quality", "mixed:quality,hot_budget=all")
+    kv = ("mixed:quality", "mixed:quality,threshold=2048")
     args = ("info", "--n-ctx", 8192, 32768, "--sequences", 1, 16, "--kv", *kv)
     caches = json.loads(run(*args, "--json").stdout)["caches"]
     bits = {(x["kv"], x["n_ctx"], x["sequences"]): x["bits_per_element"] for x in caches}
     assert len(bits) == 8
-    assert bits[kv[0], 8192, 1] == bits[kv[1], 8192, 1]
-    assert bits[kv[0], 8192, 16] <= 1.25 * 8.5 < 16 < bits[kv[1], 8192, 16]
-    text = run(*args).stdout
-    assert "hot_budget=all" in text
-    assert "Loading narrows the window of a cache above F16, unless hot_budget is given." in text
+    assert bits[kv[0], 8192, 16] <= 1.25 * 8.5
+    assert kv[1] in run(*args).stdout
 
 
 def test_info_of_a_budget(tmp_path: Path) -> None:
@@ -196,7 +193,7 @@ def test_words_of_the_context() -> None:
         (["run", "x", "-p", "y"], "not allowed with"),
         (["run", "-f", "none.txt"], "none.txt: No such file or directory"),
         (["run", "--kv", "mixed:threshold=8"], "threshold=8 is smaller than group=16"),
-        (["run", "--kv", "q3_k"], "kv='q3_k' names no cache"),
+        (["run", "--kv", "q3_k"], "'q3_k' names no cache"),
         (["run", "--n-ctx", "16"], "n_ctx=16"),
         (["run", "--n-ctx", "-1"], "'-1' is not a positive whole number"),
         (["run", "-c", "32kk"], "'32kk' is not a positive whole number"),
