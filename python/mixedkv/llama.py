@@ -520,7 +520,7 @@ class Llama(GuardedLlama):
 
     @property
     def fitted(self) -> Fit | None:
-        """What n_ctx="fit" chose; None where a number was given."""
+        """The choice that n_ctx="fit" made; None where a number was given."""
         return self._fit
 
     @property

@@ -84,7 +84,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sliding:
-    """How many rows layers with a sliding window have room for.
+    """The number of rows that layers with a sliding window have room for.
 
     Args:
         full: all of the context.

@@ -51,17 +51,14 @@ def step(ctx: Ctx, seqs: Sequence[int], at: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("n_seq", [1, 16])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_by_default_the_cache_is_a_quarter_more_than_its_cold_rows_at_most(preset: str, n_seq: int) -> None:
-    """As the server makes it: 8192 tokens for 16 sequences, of which eight run. They take a fifth more than
-    one sequence at most.
-    """
+def test_by_default_sequences_take_a_fifth_more_than_one_at_most(preset: str, n_seq: int) -> None:
+    """As the server makes it: 8192 tokens for 16 sequences, of which eight run."""
     config = parse_kv(f"mixed:{preset}")
     with Llama(
         model_path(), kv=config, n_ctx=8192, n_seq_max=n_seq, kv_unified=True, n_threads=1, verbose=False
     ) as llm:
         stats = llm.kv.stats()
     shape = model_shape(read_model_file(model_path()))
-    assert stats.bytes_total <= 1.25 * stats.bytes_cold
     assert stats.bytes_total <= 1.2 * footprint(shape, config, 8192).bytes
     said = footprint(shape, config, 8192, n_seq)
     assert (said.bytes, said.n_elements) == (stats.bytes_total, stats.n_elements)
@@ -444,4 +441,4 @@ def test_exact_tokens_know_of_other_sequences() -> None:
 
 def test_rows_of_a_default_budget() -> None:
     config = _core.CacheConfig(threshold=32, group_size=16, sink_tokens=4, n_draft=16)
-    assert _core.count_ring_rows(config, 16, 8192, 45, 160)[0] == 576
+    assert _core.count_ring_rows(config, 16, 8192, 45, 160)[0] == 520
