@@ -5,19 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mixedkv import _core
-
-if TYPE_CHECKING:
-    from mixedkv.config.mixed import MixedKVConfig
-    from mixedkv.config.uniform import UniformKV
 
 _KINDS = {int: "a whole number", str: "text", bool: "True or False"}
 
 
-def options_of(setting: MixedKVConfig | UniformKV) -> dict[str, Any]:
-    """Return the fields of a setting that are options of a cache."""
+def options_of(setting: Any) -> dict[str, Any]:
+    """Return the fields of a setting, a dataclass, that are options of a cache."""
     return {
         each.name: getattr(setting, each.name)
         for each in fields(setting)
@@ -25,8 +21,8 @@ def options_of(setting: MixedKVConfig | UniformKV) -> dict[str, Any]:
     }
 
 
-def normalise(setting: MixedKVConfig | UniformKV, *, mixed: bool) -> None:
-    """Bring the fields of a new setting to their normal form.
+def normalise(setting: Any, *, mixed: bool) -> None:
+    """Bring the fields of a new setting, a dataclass, to their normal form.
 
     Raises:
         ValueError: a value is out of range or unknown; the message names the field.
