@@ -20,7 +20,7 @@ Every endpoint of `mixedkv serve` and the fields of its body. A running server h
 of each value, at `/openapi.json`. This page is made from the server's schema, by
 `python tests/python/support/tools/http_page.py > docs/reference/http.md`.
 
-What the fields do, and what the answers look like, is on the page of [the server](../server.md#endpoints).
+What the fields do, and what the answers look like, is on [its own page](../server-fields.md).
 Each field of OpenAI's API has a line in [its table](../openai-fields.md).
 """
 _METHODS = ("get", "post", "patch", "delete")
