@@ -17,7 +17,7 @@ PAGES = [
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("quickstart", "choosing-a-cache", "python", "passages", "chats", "store", "streaming")
+        for name in ("quickstart", "choosing-a-cache", "python", "passages", "store", "streaming")
     ),
 ]
 CONTINUED = ("python", "passages")  # each piece goes on where the one before it ended
