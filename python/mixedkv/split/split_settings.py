@@ -30,7 +30,7 @@ _RANGES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitSettings:
-    """Everything `mixedkv split serve` can be told; docs/split.md says what each is.
+    """Everything `mixedkv split serve` can be told; docs/reference/cli.md says what each is.
 
     Raises:
         ValueError: a value is out of range or does not go with another; the message names the field.
