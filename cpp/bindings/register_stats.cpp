@@ -65,6 +65,10 @@ static void wake(uintptr_t ctx, int32_t seq) {
     check(mixedkv_wake(pointer<llama_context>(ctx), seq));
 }
 
+static void drop_sliding(uintptr_t ctx, int32_t seq) {
+    check(mixedkv_drop_sliding(pointer<llama_context>(ctx), seq));
+}
+
 static py::tuple check_pages(uintptr_t ctx) {
     uint32_t n_pages = 0;
     uint32_t n_wrong = 0;
@@ -120,6 +124,8 @@ void register_stats(py::module_ & m) {
     m.def("limit_window", &limit_window, "ctx"_a, "threshold"_a);
     m.def("rest", &rest, "ctx"_a, "seq"_a);
     m.def("wake", &wake, "ctx"_a, "seq"_a);
+    m.def("limit_sliding", &mixedkv_limit_sliding, "n_windows"_a);
+    m.def("drop_sliding", &drop_sliding, "ctx"_a, "seq"_a);
     m.def("set_window", &set_window, "ctx"_a, "threshold"_a, "group_size"_a, "sink_tokens"_a);
 }
 

@@ -6,6 +6,7 @@
 #include "attention/lm4.h"
 #include "attention/tc3.h"
 #include "blocks/present.h"
+#include "hooks/windows.h"
 
 #include "llama-model.h"
 
@@ -144,7 +145,9 @@ mixedkv_stats get_stats(llama_context * ctx) {
             res.bytes_given_back += mixed->get_hot().get_bytes_given_back();
         }
     }
+    res.bytes_hot -= res.bytes_given_back;
     res.bytes_total += res.bytes_view;
+    res.bytes_total -= res.bytes_given_back;
 
     for (const auto & [buft, memory] : ctx->memory_breakdown()) {
         res.bytes_compute += memory.compute;
@@ -352,6 +355,21 @@ mixedkv_status mixedkv_rest(llama_context * ctx, int32_t seq_id) {
 
 mixedkv_status mixedkv_wake(llama_context * ctx, int32_t seq_id) {
     return for_hot_rows(ctx, seq_id, &llama_kv_hot_rows::wake);
+}
+
+void mixedkv_limit_sliding(uint32_t n_windows) {
+    llama_kv_mixed_limit_sliding(n_windows);
+}
+
+mixedkv_status mixedkv_drop_sliding(llama_context * ctx, int32_t seq_id) {
+    return guarded(ctx, [&] {
+        check_seq(ctx, seq_id);
+        for (auto * kv : get_caches(ctx)) {
+            if (kv_access::get_n_swa(*kv) > 0) {
+                kv->seq_rm(seq_id, -1, -1);
+            }
+        }
+    });
 }
 
 mixedkv_status mixedkv_limit_window(llama_context * ctx, uint32_t threshold) {

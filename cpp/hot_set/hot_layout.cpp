@@ -35,7 +35,7 @@ uint64_t hot_layout::automatic(const hot_window & capacity, uint32_t n_seq, uint
     };
     const uint64_t windows = pad(uint64_t(capacity.sink_tokens) * n_seq, usual_page) +
                              n_running(n_seq) * pages_of_window(capacity, usual_page) * usual_page;
-    return std::max({ least(capacity, n_seq, n_cells), share(4), std::min(share(2), windows) });
+    return std::max(least(capacity, n_seq, n_cells), std::min(share(4), windows));
 }
 
 hot_layout hot_layout::make(const hot_window & capacity, uint32_t n_seq, uint32_t n_cells, uint64_t budget) {

@@ -8,7 +8,6 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, overload
 
@@ -29,11 +28,20 @@ from mixedkv.errors import (
 )
 from mixedkv.guarded_llama import GuardedLlama
 from mixedkv.kv.cache import KVCache
-from mixedkv.model.footprint import ModelShape, model_shape
-from mixedkv.model.gguf_file import ModelFile, file_stamp, n_layers, n_mtp_layers, read_model_file
+from mixedkv.limits import padded
+from mixedkv.model.fit import Fit, Place, check_room, compute_bytes, fit, fit_with_gpu
+from mixedkv.model.footprint import Sliding, model_shape
+from mixedkv.model.gguf_file import (
+    ModelFile,
+    default_n_ctx,
+    file_stamp,
+    n_layers,
+    n_mtp_layers,
+    read_model_file,
+)
 from mixedkv.model.named_model import find_model, is_name
-from mixedkv.model.settle import fit_window, settle
 from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.devices import gpu_room
 from mixedkv.native.llama_arguments import (
     beyond_training,
     check_names,
@@ -41,6 +49,7 @@ from mixedkv.native.llama_arguments import (
     check_sequences,
     check_snapshots,
 )
+from mixedkv.native.memory import memory_room
 from mixedkv.native.templates import readable
 from mixedkv.prompts import long_text
 from mixedkv.streaming.layer_choice import Asked
@@ -70,13 +79,18 @@ class Llama(GuardedLlama):
         model_path: a GGUF file (the first part of a split model), or a name that `-m` takes: "smollm2",
             "hf:OWNER/REPO:FILE".
         kv: a spec such as "mixed" (the default), "mixed:cold=q8_0,threshold=256,group=32" or "q8_0", or a
-            `MixedKVConfig`; see `mixedkv.config.parse_kv`. With embedding=True the default is "f16".
+            `MixedKVConfig`; see `mixedkv.config.parse_kv`. With embedding=True the default is "f16". Where a
+            context has no room for the window, it is shorter.
         n_seq_max: sequences the context can hold.
         kv_unified: one pool of `n_ctx` tokens for all sequences; otherwise `n_ctx` is divided among them.
         n_rs_seq: how many of a sequence's last tokens (rejected drafts) a hybrid or recurrent model can take
             back. As many more states are kept of each sequence. llama.cpp supports this for some models.
         load_mtp: also load the layers for multi-token prediction, for an engine with speculation="mtp".
-        n_ctx: tokens of the context; 0 takes what the model was trained with.
+        n_windows: most sequences that layers with a sliding window have room for, 0: `n_seq_max`. In a short
+            context it is fewer, down to four. An `Engine` runs as many answers at a time, and lets go of
+            windows of idle sequences.
+        n_ctx: tokens of the context; 0 takes what the model was trained with, "fit" at most that, as many as
+            fit into the memory that is free: see `fit`.
         flash_attn: None turns it on where the cache needs it: a mixed one, a quantised V.
         type_k, type_v: ggml types of a uniform cache, as in the base class; only without `kv`.
         stream_layers: layers that are not kept in memory but read from the file for each pass: "auto", as few
@@ -90,6 +104,7 @@ class Llama(GuardedLlama):
             loading.
         weights: a `Llama` of the same file, whose weights this one uses; closing it closes this one first.
         **options: arguments of `llama_cpp.Llama`. Its embedding=True sets n_seq_max and kv_unified itself.
+            Layers with a sliding window have rows for the window unless swa_full=True.
 
     Warns:
         UserWarning: n_ctx is more than the model was trained with, or the cache takes more than an F16 one.
@@ -120,7 +135,8 @@ class Llama(GuardedLlama):
         kv_unified: bool = False,
         n_rs_seq: int = 0,
         load_mtp: bool = False,
-        n_ctx: int = 512,
+        n_windows: int = 0,
+        n_ctx: int | Literal["fit"] = 512,
         flash_attn: bool | None = None,
         type_k: int | None = None,
         type_v: int | None = None,
@@ -132,24 +148,36 @@ class Llama(GuardedLlama):
         weights: Llama | None = None,
         **options: Unpack[LlamaOptions],
     ) -> None:
-        kwargs: dict[str, Any] = {**options}
+        kwargs: dict[str, Any] = {**options, "swa_full": bool(options.get("swa_full"))}
         check_names(kwargs, Llama.__init__)
-        check_numbers({**kwargs, "n_ctx": n_ctx})
+        check_numbers({**kwargs, "n_ctx": 0 if n_ctx == "fit" else n_ctx})
         self._guard()
         self._setting = _choose_setting(kv, type_k, type_v, embedding)
         self._n_seq_max = check_sequences(n_seq_max, kwargs.get("n_batch", _N_BATCH))
         self._kv_unified = bool(kv_unified)
         self._n_rs_seq, self._load_mtp = check_snapshots(n_rs_seq), bool(load_mtp)
-        flash_attn = _choose_flash_attn(self._setting, flash_attn)
+        self._n_windows = n_windows
+        self._fit: Fit | None = None
         path = os.fsdecode(model_path)
         if is_name(path):
             path = str(find_model(path))
         file = read_model_file(path)
         if file.get("attention.causal", True) is False:  # llama.cpp ends the process where a batch is cut
             kwargs["n_batch"] = min(kwargs.get("n_batch", 512), kwargs.get("n_ubatch", 512))
+        place = self._place(file, kwargs, weights)
+        chosen = kv is not None or type_k is not None or type_v is not None
+        if not chosen and (place is None or not place.shape.layers):
+            self._setting = parse_kv("f16")  # no layer keeps rows, or it is not known: llama.cpp's own
+        flash_attn = _choose_flash_attn(self._setting, flash_attn)
+        if n_ctx == "fit":
+            asked = self._setting if chosen else None
+            n_ctx = self._choose(file, place, asked, kwargs)
         n_ctx_asked = n_ctx or int(file.get("context_length", 0))
-        on_gpu = bool(kwargs.get("n_gpu_layers")) and kwargs.get("offload_kqv", True)
-        self._setting = self._settle(file, n_ctx_asked, on_cpu=not on_gpu)
+        self._setting = self._settle(place, n_ctx_asked, kv)
+        if place is not None and n_windows:
+            self._n_windows = place.sliding.windows(place.shape.window, n_ctx_asked, self._n_seq_max)
+        if not (embedding or kwargs.get("vocab_only")) and stream_layers is None and memory is None:
+            self._check_room(place, n_ctx_asked)
         self._check_context(n_ctx_asked, embedding)
         if load_mtp and not n_mtp_layers(file):
             raise UnsupportedModelError(f"load_mtp: {file.path} has no MTP layers")
@@ -174,6 +202,7 @@ class Llama(GuardedLlama):
         self._rotation_disabled = _llama_cpp.rotation_disabled()  # read while the context is made
         assertions = _core.Assertions()
         try:
+            _core.limit_sliding(self._n_windows)
             if native is not None:  # the context that super().__init__ makes on this thread takes it
                 _core.configure_next(native)
             with assertions, _llama_cpp.weights_of(weights):
@@ -210,6 +239,7 @@ class Llama(GuardedLlama):
                 self.close()
         finally:
             self._loading = None
+            _core.limit_sliding(0)
             _core.withdraw()
 
     def _repr_html_(self) -> str:
@@ -419,44 +449,84 @@ class Llama(GuardedLlama):
             "n_seq_max": self._n_seq_max,
             "kv_unified": self._kv_unified,
             "n_rs_seq": self._n_rs_seq,
+            "n_windows": self._n_windows,
             "load_mtp": self._load_mtp,
         }
         return {**state, **own, **self._asked}
 
-    def _settle(self, file: ModelFile, n_ctx: int, *, on_cpu: bool) -> KVSetting:
-        """Settle a budget or a number of bits, and a window that is too wide for the context."""
-        if not isinstance(self._setting, MixedKVConfig):
-            return self._setting
-        if self._setting.budget and not n_ctx:
-            raise ValueError(
-                f"kv={str(self._setting)!r}: the model names no context: give n_ctx with a budget"
-            )
-        n_seq, n_stream = self._n_seq_max, 1 if self._kv_unified else self._n_seq_max
-        if not self._setting.is_settled:
+    def _place(self, file: ModelFile, given: dict[str, Any], weights: Llama | None) -> Place | None:
+        """Return where the context is to fit; None where its shape is not known: llama.cpp has the last
+        word.
+        """
+        try:
             shape = model_shape(file)
-            return settle(self._setting, shape, n_ctx, n_seq, n_stream=n_stream, on_cpu=on_cpu)
-        with suppress(UnsupportedModelError):  # the shape is not known: llama.cpp has the last word
-            return self._fit_window(self._setting, model_shape(file), n_ctx, n_seq, n_stream)
-        return self._setting
+        except UnsupportedModelError:
+            return None
+        n_ubatch = min(given.get("n_ubatch", _N_BATCH), given.get("n_batch", _N_BATCH))
+        sliding = Sliding(full=given["swa_full"], n_windows=self._n_windows, n_ubatch=n_ubatch)
+        return Place(
+            shape=shape,
+            n_seq=self._n_seq_max,
+            n_stream=1 if self._kv_unified else self._n_seq_max,
+            sliding=sliding,
+            on_cpu=not (given.get("n_gpu_layers") and given.get("offload_kqv", True)),
+            weights=0 if weights is not None else file.size,
+            compute=lambda n_ctx: compute_bytes(file, n_ubatch, n_ctx),
+            room=memory_room(),
+        )
 
-    @staticmethod
-    def _fit_window(
-        setting: MixedKVConfig, shape: ModelShape, n_ctx: int, n_seq: int, n_stream: int
-    ) -> KVSetting:
-        fitted = fit_window(setting, shape, n_ctx, n_seq, n_stream) if n_ctx else setting
-        if fitted is not setting:
+    def _choose(
+        self, file: ModelFile, place: Place | None, kv: KVSetting | None, given: dict[str, Any]
+    ) -> int:
+        """Choose the context, the cache, and layers on a GPU that nothing was said of; return the context."""
+        if place is None:
+            return default_n_ctx(file)
+        free, layers = gpu_room(), given.get("n_gpu_layers")
+        if free is None or layers == 0:
+            self._fit = fit(place, kv)
+        else:
+            self._fit = fit_with_gpu(place, kv, free, layers)
+            given["n_gpu_layers"] = self._fit.n_gpu_layers
+        self._setting = self._fit.kv
+        return self._fit.n_ctx
+
+    def _settle(self, place: Place | None, n_ctx: int, asked: str | KVSetting | None) -> KVSetting:
+        """Settle a budget or a number of bits, and a window that is too wide for the context."""
+        setting = self._setting
+        if not isinstance(setting, MixedKVConfig) or place is None:
+            return setting
+        if not n_ctx:
+            if setting.budget:
+                raise ValueError(f"kv={str(setting)!r}: the model names no context: give n_ctx with a budget")
+            return setting
+        settled = place.settled(setting, n_ctx)
+        if asked is not None and setting.is_settled and settled != setting:
             warnings.warn(
-                f"kv={str(setting)!r} would take more than an F16 cache of n_ctx={n_ctx}: it is "
-                f"{str(fitted)!r} here. A larger n_ctx, or hot_budget, has room for what was asked for",
-                stacklevel=4,
+                f"kv={str(setting)!r} would take more than an F16 cache of n_ctx={n_ctx}, or not fit: it is "
+                f"{str(settled)!r} here. A larger n_ctx, or hot_budget, has room for what was asked for",
+                stacklevel=3,
             )
-        return fitted
+        return settled
+
+    def _check_room(self, place: Place | None, n_ctx: int) -> None:
+        if place is not None and place.on_cpu and n_ctx and self._fit is None:
+            check_room(place, self._setting, n_ctx)
+
+    @property
+    def fitted(self) -> Fit | None:
+        """What n_ctx="fit" chose; None where a number was given."""
+        return self._fit
+
+    @property
+    def n_windows(self) -> int:
+        """Sequences that layers with a sliding window have room for; 0: all, or there are none."""
+        return self._n_windows
 
     def _check_context(self, n_ctx: int, embedding: bool) -> None:
         """Check the cache against a sequence's share of the context; `n_ctx` of 0 is left to llama.cpp."""
         n_seq = 1 if self._kv_unified or embedding else self._n_seq_max
         if n_ctx:
-            self._setting.check_context(n_ctx // n_seq)
+            self._setting.check_context(padded(n_ctx // n_seq))
 
     def _check_weights(self, weights: Llama | None, path: str, options: dict[str, Any]) -> None:
         if weights is None:

@@ -48,6 +48,16 @@ def size_of(field: str, value: float | str, unit: int = 1) -> int:
     return int(value * unit)
 
 
+def format_bytes(n: int) -> str:
+    """Format a size to read: "312 B", "1.4 MiB"."""
+    size = float(n)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
 def _unit(found: re.Match[str], default: int) -> int:
     if not found["unit"]:
         return default

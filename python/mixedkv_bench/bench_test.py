@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mixedkv.bundled import model_path
-from mixedkv.chunks import Repair
+from mixedkv.chunks.chunk_reuse import Repair
 from mixedkv.model.footprint import ModelShape
 from mixedkv.model.gguf_file import ModelFile
 from mixedkv_bench.harness.cache_settings import Setting

@@ -17,10 +17,11 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from mixedkv.chunks import Calibration, ChunkCache, ChunkReuse, Measured, Method
-from mixedkv.chunks.calibration import name_of
+from mixedkv.chunks import ChunkCache, ChunkReuse
+from mixedkv.chunks.calibration import Calibration, Measured, name_of
 from mixedkv.chunks.chunk_reuse import REPAIRS
 from mixedkv.chunks.deviation import Deviation, compare, follow
+from mixedkv.chunks.repair import Method
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import padded
 from mixedkv.llama import Llama

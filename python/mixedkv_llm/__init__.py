@@ -44,11 +44,12 @@ def register_models(register: Any) -> None:
 class Options(llm.Options):
     """Options that `-o` takes."""
 
-    temperature: float | None = Field(None, ge=0, le=100, description="0 takes the likeliest token")
-    top_k: int | None = Field(None, ge=0, description="of the likeliest tokens; 0 is all")
-    top_p: float | None = Field(None, ge=0, le=1, description="of those with this probability together")
-    min_p: float | None = Field(None, ge=0, le=1, description="of those at least so many times the likeliest")
-    repeat_penalty: float | None = Field(None, ge=0.01, le=10, description="1 is none")
+    # the server checks their ranges
+    temperature: float | None = Field(None, description="0 takes the likeliest token")
+    top_k: int | None = Field(None, description="of the likeliest tokens; 0 is all")
+    top_p: float | None = Field(None, description="of those with this probability together")
+    min_p: float | None = Field(None, description="of those at least so many times the likeliest")
+    repeat_penalty: float | None = Field(None, description="1 is none")
     seed: int | None = Field(None, description="the same answer again")
     max_tokens: int | None = Field(None, ge=1, description="of the answer")
     kv: str | None = Field(None, description="the cache, as in `mixedkv run`: mixed:balanced")
@@ -156,7 +157,7 @@ class _Server:
             "-m",
             "mixedkv",
             "serve",
-            "--unix-socket",
+            "--host",
             str(path),
             "--parallel",
             "1",

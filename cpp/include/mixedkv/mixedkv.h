@@ -149,7 +149,7 @@ struct mixedkv_stats {
     uint64_t bytes_total;  // from llama.cpp's own memory breakdown of the KV cache, and bytes_view
     uint64_t bytes_cold;
     uint64_t bytes_hot;        // as allocated
-    uint64_t bytes_given_back; // of these, what the system has back while windows are shorter
+    uint64_t bytes_given_back; // beside these, what the system has back while windows are shorter
     uint64_t bytes_view;       // of the compute buffers: the F16 view of a layer's rows, 0 if every layer is fused
     uint64_t bytes_compute;    // all compute buffers of the context
 };
@@ -257,6 +257,13 @@ LLAMA_API enum mixedkv_status mixedkv_rest(struct llama_context * ctx, int32_t s
 // The sequence goes on, though others may be evaluated before it: from now on its F16 rows do not count as free.
 LLAMA_API enum mixedkv_status mixedkv_wake(struct llama_context * ctx, int32_t seq_id);
 
+// How many sequences of a unified context layers with a sliding window have room for, of the next ones that this thread
+// makes; 0: for all, as upstream. Who asks for less lets go of windows that rest.
+LLAMA_API void mixedkv_limit_sliding(uint32_t n_windows);
+
+// Layers with a sliding window let go of all rows of a sequence, whose other rows stay: see mixedkv_restore_window().
+LLAMA_API enum mixedkv_status mixedkv_drop_sliding(struct llama_context * ctx, int32_t seq_id);
+
 // Pending shifts and copies of the context are carried out first, as the next decode would.
 // Rows of one layer and sequence in order of position, as the query at the last position reads them.
 // `which` is 'k' or 'v'. data: F32 [n_rows, n_head_kv, n_embd_head]; positions, hot: [n_rows]; any may be NULL.
@@ -348,8 +355,9 @@ LLAMA_API enum mixedkv_status mixedkv_restore_window(struct llama_context * ctx,
                                                      const struct mixedkv_row_group * groups, uint32_t n_groups);
 
 // Weights that stay in the model's file and are read for each pass over the model. Give the buffer type to a model's
-// matrices of whole layers, in llama_model_params::tensor_buft_overrides, and load it without mmap; its one context
-// then reads them while it evaluates. llama_decode() returns 2 where that fails, see mixedkv_stream_check().
+// matrices of whole layers, in llama_model_params::tensor_buft_overrides, and load it without mmap; its contexts
+// then read them while they evaluate, one after the other. llama_decode() returns 2 where that fails, see
+// mixedkv_stream_check().
 struct mixedkv_stream;
 
 struct mixedkv_stream_config {

@@ -86,6 +86,9 @@ ggml_status llama_eval_chain::end_graph(ggml_status status) {
 
     waiting.clear();
     ended = verdict::go_on;
+    for (auto * listener : listeners) {
+        listener->end_graph();
+    }
 
     return status == GGML_STATUS_SUCCESS && failed ? GGML_STATUS_ABORTED : status;
 }

@@ -1,7 +1,9 @@
 #include "hooks/setup.h"
+#include "hooks/windows.h"
 
 #include "llama-kv-cells.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -22,6 +24,8 @@ static thread_local std::optional<owned_config> config_active; // of the context
 static thread_local std::string last_error;
 
 static thread_local bool fills = false;
+
+static thread_local uint32_t n_sliding = 0; // set by mixedkv_limit_sliding, 0: no limit
 
 void llama_kv_mixed_set_error(const std::string & message) {
     last_error = message;
@@ -67,4 +71,12 @@ bool llama_kv_mixed_fills() {
 
 bool llama_kv_mixed_spares(const llama_kv_cells & cells, uint32_t n) {
     return fills || cells.size() - cells.get_used() >= n;
+}
+
+void llama_kv_mixed_limit_sliding(uint32_t n_windows) {
+    n_sliding = n_windows;
+}
+
+uint32_t llama_kv_mixed_windows(uint32_t n_seq_max) {
+    return n_sliding == 0 ? n_seq_max : std::min(n_sliding, n_seq_max);
 }

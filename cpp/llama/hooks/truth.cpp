@@ -226,16 +226,16 @@ static std::vector<llama_kv_truth_seq> get_sequences(const llama_ubatch & ubatch
     return res;
 }
 
-// the sequence has every position from `begin` to its end: by numbers alone, since this is asked at each step
-static bool has_run(const llama_kv_cells & cells, llama_seq_id seq_id, llama_pos begin) {
-    const llama_pos low = cells.seq_pos_min(seq_id);
-    return low >= 0 && low <= begin && cells.seq_pos_get(seq_id).size() >= size_t(cells.seq_pos_max(seq_id) - low + 1);
-}
-
-// the same where cells before `begin` may have been given away, as those are that a window has left
+// The sequence has every position from `begin` to its end. Cells before `begin` may have been given away, as those are that
+// a window has left; where none was, numbers alone tell, since this is asked at each step.
 static bool has_all(const llama_kv_cells & cells, llama_seq_id seq_id, llama_pos begin) {
-    const auto & there = cells.seq_pos_get(seq_id);
-    llama_pos    next  = begin;
+    const auto &    there = cells.seq_pos_get(seq_id);
+    const llama_pos low   = cells.seq_pos_min(seq_id);
+    if (low >= 0 && low <= begin && there.size() >= size_t(cells.seq_pos_max(seq_id) - low + 1)) {
+        return true;
+    }
+
+    llama_pos next = begin;
     for (auto it = there.lower_bound({ begin, 0 }); it != there.end() && it->first <= next; ++it) {
         next = it->first + 1;
     }
@@ -257,7 +257,7 @@ static llama_pos find_missing(const llama_kv_cache & full, const llama_kv_cache 
     const llama_pos begin = first_seen(kv, n);
     const auto &    cells = kv.get_cells(seq_id);
 
-    if (begin >= n || (has_run(cells, seq_id, begin) && cells.seq_pos_max(seq_id) >= n - 1)) {
+    if (begin >= n || (has_all(cells, seq_id, begin) && cells.seq_pos_max(seq_id) >= n - 1)) {
         return -1;
     }
 
@@ -318,7 +318,7 @@ static void note_missing(const llama_kv_cache & kv, bool lacks_hot, llama_kv_tru
     // an image has several rows at a position
     const auto &    cells = kv.get_cells(seq.id);
     const llama_pos begin = first_seen(kv, seq.first);
-    if (!kv.has_cell_ext() && !has_run(cells, seq.id, begin) && !has_all(cells, seq.id, begin)) {
+    if (!kv.has_cell_ext() && !has_all(cells, seq.id, begin)) {
         seq.worst = std::max(seq.worst, MIXEDKV_INCOMPLETE);
     }
     if (lacks_hot) {

@@ -18,4 +18,5 @@ public:
     // The node will be computed. True: once it has been, after() is to be called.
     virtual bool    before(ggml_tensor * node) = 0;
     virtual verdict after (ggml_tensor * node) = 0;
+    virtual void    end_graph() {} // well or not, on the thread that the others were called on
 };

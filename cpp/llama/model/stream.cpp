@@ -148,16 +148,11 @@ void llama_stream::start() {
 }
 
 std::string llama_stream::admit(llama_context_params & params) {
-    if (taken) {
-        return "the model's layers are streamed, for one context: load it again for another";
-    }
     if (!started) {
         start();
     }
 
     params.op_offload = false; // would copy weights before they are there
-
-    taken = true;
 
     return "";
 }
@@ -253,6 +248,10 @@ bool llama_stream::before(ggml_tensor * node) {
         if (it == weights.end()) {
             continue;
         }
+        if (whose != std::this_thread::get_id()) { // the first one of a graph
+            turn.lock();
+            whose = std::this_thread::get_id();
+        }
         res = use(it->second) || res;
         if (src != root) {
             src->data = static_cast<char *>(root->data) + src->view_offs;
@@ -279,6 +278,13 @@ llama_eval_listener::verdict llama_stream::after(ggml_tensor *) {
     }
 
     return last == outcome::good ? verdict::go_on : verdict::fail;
+}
+
+void llama_stream::end_graph() {
+    if (whose == std::this_thread::get_id()) {
+        whose = std::thread::id();
+        turn.unlock();
+    }
 }
 
 int llama_stream::lock(const llama_model & model, uint64_t & n_locked, uint64_t & n_bytes) {

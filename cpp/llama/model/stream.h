@@ -13,12 +13,14 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
 // The buffer type of one model's streamed weights, and what brings them while a graph is evaluated. A model's buffers of
-// this type keep it alive.
+// this type keep it alive. Contexts of the model take turns, a graph at a time: there is one ring, and one address of a weight.
 class llama_stream : public llama_eval_listener, public std::enable_shared_from_this<llama_stream> {
 public:
     // stop: asked now and then by the thread that evaluates; true ends the evaluation
@@ -45,6 +47,7 @@ public:
     // brings each layer, and gives it back; a graph that lacks one fails
     bool    before(ggml_tensor * node) override;
     verdict after (ggml_tensor * node) override;
+    void    end_graph() override;
 
     // the calls of the functions below
     void take(ggml_tensor * tensor, int fd, uint64_t offs);
@@ -89,8 +92,10 @@ private:
     std::vector<size_t>                             held; // in the order in which they were asked for
 
     bool        started = false;
-    bool        taken   = false; // a context evaluates with it
     uint64_t    n_holds = 0;
+
+    std::mutex                   turn; // to evaluate
+    std::atomic<std::thread::id> whose{ std::thread::id() };
 
     std::atomic<uint64_t> n_passes{ 0 };
     std::atomic<double>   seconds{ 0.0 };

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llama_cpp import llama_chat_format
 
-from mixedkv.chat.aliases import MessageAliases
 from mixedkv.chat.turn import ChatTurn
-from mixedkv.chat.window import Window
 from mixedkv.errors import UnsupportedModelError
-from mixedkv.ids import check_id, new_id
-from mixedkv.store import Identity, KVStore, Saved, check_session_id, check_tenant
-from mixedkv.store.live_prefix import PrefixReuse, Source, reuse_prefix
+from mixedkv.ids import check_id, check_session_id, check_tenant, new_id
+from mixedkv.start.lone import LoneSequence, PrefixReuse, Source, context_size
+from mixedkv.store import Identity, KVStore, Saved
 
 if TYPE_CHECKING:
     from mixedkv.llama import Llama
@@ -93,8 +90,6 @@ class MessageCache:
         store: where KV is kept.
         tenant: whose; nobody else's KV is found.
         session: what the KV goes away with, e.g. `CacheSessionMetadata.kv_cache_ref`.
-        index: file of the message ids, in memory if None. Without it, or in another process than the one that
-            gave the ids, KV is found all the same, but `forget` and `matched_message_id` do not know them.
         attention_sink_tokens: when a conversation outgrows the context, this many first tokens stay with the
             latest, and the middle is dropped. None raises ValueError instead.
         exact_only: reuse only what goes on exactly as if it had never left, see `PrefixReuse.exact`.
@@ -111,7 +106,6 @@ class MessageCache:
         *,
         tenant: str = "",
         session: str | None = None,
-        index: str | Path | None = None,
         attention_sink_tokens: int | None = 4,
         exact_only: bool = False,
     ) -> None:
@@ -124,9 +118,8 @@ class MessageCache:
         self._store = store
         self._tenant = check_tenant(tenant)
         self._session = None if session is None else check_session_id(session)
-        self._sinks = _check_sinks(attention_sink_tokens, Window(llm, None).size)
+        self._sinks = _check_sinks(attention_sink_tokens, context_size(llm))
         self._exact_only = exact_only
-        self._aliases = MessageAliases(index)
 
     def __enter__(self) -> MessageCache:
         return self
@@ -135,8 +128,7 @@ class MessageCache:
         self.close()
 
     def close(self) -> None:
-        """Let go of the index. The `Llama` and the store are yours."""
-        self._aliases.close()
+        """Do nothing: the `Llama` and the store are yours."""
 
     def chat(
         self, messages: Sequence[Message], *, message_id: str | None = None, **options: Any
@@ -176,9 +168,7 @@ class MessageCache:
         What is live in the cache stays until it is overwritten.
         """
         check_id("message_id", message_id)
-        entries = self._aliases.pop(self._tenant, message_id)
-        n_removed = sum(int(self._store.remove(entry)) for entry in entries)
-        return n_removed > 0
+        return self._store.messages.remove(message_id, self._tenant) > 0
 
     def _start(
         self, messages: Sequence[Message], message_id: str | None, options: dict[str, Any], stream: bool
@@ -197,20 +187,20 @@ class MessageCache:
         except (LookupError, ValueError, OSError) as error:
             return Saved(entry="", n_tokens=0, n_stored=0, nbytes=0, seconds=0, reason=str(error))
 
-    def _add_copies(self, identity: Identity, ids: Sequence[str], n_prompt: int, n_tokens: int) -> None:
-        """Note new entries that hold earlier answers, whose own were evicted or whose history was edited."""
-        known = self._aliases.get(self._tenant, ids)
-        tokens = self._llm.input_ids[:n_tokens]
-        match = self._store.find(identity, tokens, remote=False) if known else None
-        if match is None:
-            return
-        # What builds on an entry goes with it. So the first that can hold the end of the answer will do.
-        ends = {message_id: min(end, n_prompt) for message_id, (_, end) in known.items()}
-        holding = {
-            message_id: next((link for link in match.links if link.end >= end), match.links[-1])
-            for message_id, end in ends.items()
-        }
-        self._aliases.add_copies(self._tenant, [(name, link.entry) for name, link in holding.items()])
+    def _note(self, identity: Identity, ids: Sequence[str], n_prompt: int, new: str | None, n: int) -> None:
+        """Note which entries of the first `n` tokens messages end in: known ones, whose own entries were
+        evicted or whose history was edited, and a new one that has all of them.
+        """
+        known = self._store.messages
+        ends = [
+            (name, min(info.n_tokens, n_prompt))
+            for name in ids
+            for info in known.entries(self._tenant, name)[:1]
+        ]
+        ends += [(new, n)] if new is not None else []
+        match = self._store.find(identity, self._llm.input_ids[:n], remote=False) if ends else None
+        if match is not None:
+            known.note(match, ends)
 
     def _matched(self, ids: Sequence[str], reused: PrefixReuse) -> str | None:
         """Return the newest message whose stored end lies within what was reused; the store has compared
@@ -219,14 +209,11 @@ class MessageCache:
         if reused.match is None:
             return None
         ends = {link.entry: min(link.end, reused.n_tokens) for link in reused.match.links}
-        try:
-            known = self._aliases.get(self._tenant, ids)
-        except sqlite3.Error:
-            return None
-        for message_id in reversed(ids):
-            entry, n_tokens = known.get(message_id, ("", 0))
-            if n_tokens <= ends.get(entry, -1):
-                return message_id
+        with suppress(OSError):
+            for message_id in reversed(ids):
+                infos = self._store.messages.entries(self._tenant, message_id)
+                if any(info.n_tokens <= ends.get(info.entry, -1) for info in infos):
+                    return message_id
         return None
 
 
@@ -268,30 +255,23 @@ class ChatStream:
         begin = time.perf_counter()
         cache, llm = self._cache, self._cache._llm
         identity = Identity.of(llm, tenant=cache._tenant)
-        window = Window(llm, sinks, before_first=lambda: self._save(identity, turn))
-
-        def reuse(tokens: Sequence[int]) -> PrefixReuse:
-            strict = cache._exact_only
-            found = reuse_prefix(
-                llm,
-                cache._store,
-                identity,
-                tokens,
-                n_plain=window.whole,
-                exact_live=strict,
-                exact_stored=strict,
-            )
-            window.begin()
-            return found
+        sequence = LoneSequence(
+            llm,
+            cache._store,
+            identity,
+            "chat",
+            untouched=True,
+            sinks=sinks,
+            before_drop=lambda: self._save(identity, turn),
+        )
 
         def keep() -> None:
-            if not window.mine:
+            if not sequence.mine:
                 self._reason = "another answer was begun before this one was through"
-            elif not window.dropped:
+            elif not sequence.n_dropped:
                 self._save(identity, turn)
 
-        turn = ChatTurn(llm, window, reuse, keep, begin)
-        window.claim(b"chat" + identity.digest)
+        turn = ChatTurn(llm, sequence, cache._exact_only, keep, begin)
         answer: Any = turn.create_chat_completion(messages, **options)
         collected = _Chunks()
         try:
@@ -303,22 +283,21 @@ class ChatStream:
                 answer.close()
             if turn.reused is not None:
                 keep()
-                self.result = self._finish(turn, window, collected)
-                window.leave()
+                self.result = self._finish(turn, sequence, collected)
+                sequence.leave()
 
     def _save(self, identity: Identity, turn: ChatTurn) -> None:
         cache, saved = self._cache, self._cache._save(identity)
         self._n_stored += saved.n_stored
         self._reason = saved.reason
         try:
-            if saved.n_stored:
-                cache._add_copies(identity, self._ids, turn.n_prompt or saved.n_tokens, saved.n_tokens)
-            if saved.entry and turn.reused is not None and saved.n_tokens > turn.n_prompt:
-                cache._aliases.set(cache._tenant, self.message_id, saved.entry, saved.n_tokens)
-        except sqlite3.Error as error:
-            self._reason = f"the message index cannot be used: {error}"
+            is_new = saved.entry and turn.reused is not None and saved.n_tokens > turn.n_prompt
+            new, ids = self.message_id if is_new else None, self._ids if saved.n_stored else []
+            cache._note(identity, ids, turn.n_prompt or saved.n_tokens, new, saved.n_tokens)
+        except OSError as error:
+            self._reason = str(error)
 
-    def _finish(self, turn: ChatTurn, window: Window, collected: _Chunks) -> ChatResult:
+    def _finish(self, turn: ChatTurn, sequence: LoneSequence, collected: _Chunks) -> ChatResult:
         reused = turn.reused
         assert reused is not None
         usage = ChatUsage(
@@ -326,10 +305,10 @@ class ChatStream:
             completion_tokens=turn.n_generated,
             cached_tokens=reused.n_tokens,
             evaluated_tokens=turn.n_evaluated,
-            dropped_tokens=window.dropped,
+            dropped_tokens=sequence.n_dropped,
             stored_tokens=self._n_stored,
             source=reused.source,
-            exact=reused.exact and not window.dropped,
+            exact=reused.exact and not sequence.n_dropped,
             matched_message_id=self._cache._matched(self._ids, reused),
             seconds_to_first_token=turn.seconds_to_first_token,
             reason=self._reason or reused.reason,

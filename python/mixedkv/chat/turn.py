@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import llama_cpp
 
-from mixedkv.chat.window import Window
-from mixedkv.kv.close_gap import check_can_shift
 from mixedkv.limits import INT32_MAX
 from mixedkv.native import llama_cpp as _llama_cpp
-from mixedkv.store.live_prefix import PrefixReuse
+from mixedkv.start.lone import LoneSequence, PrefixReuse
 
 if TYPE_CHECKING:
     from mixedkv.llama import Llama
@@ -26,8 +23,8 @@ class ChatTurn(_llama_cpp.Completions):
 
     Args:
         llm: the model.
-        window: its sequence 0.
-        reuse: leaves in the sequence what need not be evaluated of a prompt.
+        sequence: its sequence 0.
+        exact_only: reuse only what goes on exactly.
         keep: called when the first token of an answer is out and the cache still ends with the prompt.
         begin: when the answer was asked for, of time.perf_counter.
     """
@@ -35,15 +32,14 @@ class ChatTurn(_llama_cpp.Completions):
     def __init__(
         self,
         llm: Llama,
-        window: Window,
-        reuse: Callable[[Sequence[int]], PrefixReuse],
+        sequence: LoneSequence,
+        exact_only: bool,
         keep: Callable[[], None],
         begin: float,
     ) -> None:
         super().__init__(llm)
         self._llm: Llama = llm
-        self._window = window
-        self._reuse = reuse
+        self._sequence, self._exact_only = sequence, exact_only
         self._keep = keep
         self._begin = begin
         self.reused: PrefixReuse | None = None
@@ -53,11 +49,11 @@ class ChatTurn(_llama_cpp.Completions):
     @property
     def n_tokens_max(self) -> int:
         """No limit where old tokens make room."""
-        return self._window.size if self._window.sinks is None else INT32_MAX
+        return self._sequence.size if self._sequence.sinks is None else INT32_MAX
 
     def create_completion(self, prompt: Any, *, max_tokens: int | None = 16, **options: Any) -> Any:
         if max_tokens is None or max_tokens <= 0:
-            max_tokens = max(self._window.size - len(prompt), self._window.size // 4)
+            max_tokens = max(self._sequence.size - len(prompt), self._sequence.size // 4)
         return super().create_completion(prompt, max_tokens=max_tokens, **options)
 
     def generate(
@@ -93,36 +89,10 @@ class ChatTurn(_llama_cpp.Completions):
             if first:
                 self._keep()
             first = False
-            self._window.eval([token])
+            self._sequence.eval([token])
 
     def _evaluate(self, tokens: list[int]) -> None:
-        if len(tokens) < self._window.size:
-            reused = self._reuse(tokens)
-            rest = tokens[reused.n_tokens :]
-            self._window.eval(rest)
-        else:
-            reused, rest = self._evaluate_long(tokens)
-        self.n_evaluated += len(rest)
+        reused, n_evaluated = self._sequence.prefill(tokens, exact_only=self._exact_only)
+        self.n_evaluated += n_evaluated
         if self.reused is None:  # a handler may ask for several completions; the first has the prompt
             self.reused, self.n_prompt = reused, len(tokens)
-
-    def _evaluate_long(self, tokens: list[int]) -> tuple[PrefixReuse, list[int]]:
-        """Evaluate a prompt that does not fit: from where the window stands, or what does fit of it."""
-        window, llm = self._window, self._llm
-        check_can_shift(llm.kv)
-        n = min(window.aligned(tokens), len(tokens) - 1)
-        in_window = n - window.dropped
-        if n and in_window > (window.sinks or 0) and len(tokens) - n <= window.budget:
-            llm.kv.remove(0, in_window)
-            reused = PrefixReuse(n_tokens=n, source="live", exact=False)
-        else:
-            reused = self._reuse(tokens[: window.size])
-            n = reused.n_tokens
-            if len(tokens) - n > window.budget and window.sinks is not None:
-                dropped = window.to_drop(tokens)
-                tokens = tokens[: window.sinks] + tokens[window.sinks + dropped :]
-                reused = replace(self._reuse(tokens), exact=False)
-                n = reused.n_tokens
-                window.begin(dropped)
-        window.eval(tokens[n:])
-        return reused, tokens[n:]

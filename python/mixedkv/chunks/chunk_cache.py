@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Repair, Reuse
+from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Repair
 from mixedkv.chunks.deviation import Deviation, compare, last_logits
 from mixedkv.chunks.drift import DamagedRowsError
 from mixedkv.chunks.gate import Waiting
@@ -22,9 +22,9 @@ from mixedkv.chunks.stitch import Rows, Stitch
 from mixedkv.chunks.support import check_method
 from mixedkv.errors import ContextLengthError
 from mixedkv.llama import Llama
+from mixedkv.start.lone import LoneSequence
+from mixedkv.start.sequences import Reuse
 from mixedkv.store import Identity, KVStore, Saved
-from mixedkv.store.live_owner import Claim
-from mixedkv.store.live_prefix import reuse_prefix
 from mixedkv.tokens import Tokens, as_tokens
 
 _LOG = logging.getLogger("mixedkv.chunks")
@@ -119,13 +119,13 @@ class ChunkCache:
             check_method(self.llm, repair)
         tokens = self._tokens(prompt)
         identity = Identity.of(self.llm, tenant=tenant)
-        claim = Claim(self.llm, b"chunks" + identity.digest, untouched=False)
+        sequence = LoneSequence(self.llm, self._store, identity, "chunks", untouched=False)
         try:
-            done = self._prefill_checked(tokens, identity, reuse, repair)
+            done = self._prefill_checked(tokens, sequence, reuse, repair)
         except BaseException:
             self.llm.kv.remove(0)  # leave nothing half done
             raise
-        claim.leave()
+        sequence.leave()
         done = _timed(done, time.perf_counter() - begin)
         self._count(done)
         if not done.exact and done.n_cached_approximate and self._gate.wants():
@@ -169,7 +169,8 @@ class ChunkCache:
         waiting = self._gate.take()
         if waiting is None:
             return None
-        Claim(self.llm, b"check", untouched=True)  # nobody continues from this sequence
+        # nobody goes on from what is not left
+        LoneSequence(self.llm, self._store, Identity.of(self.llm), "check", untouched=True)
         self.llm.eval(waiting.tokens.tolist())
         deviation = compare(last_logits(self.llm), waiting.logits)
         self._gate.note(deviation)
@@ -194,31 +195,23 @@ class ChunkCache:
     # --- steps ---
 
     def _prefill_checked(
-        self, tokens: Tokens, identity: Identity, reuse: Reuse, method: Method
+        self, tokens: Tokens, sequence: LoneSequence, reuse: Reuse, method: Method
     ) -> ChunkReuse:
         """Evaluate the prompt without reuse if a donor's rows turn out not to be those of its tokens."""
         try:
-            return self._prefill(tokens, identity, reuse, method)
+            return self._prefill(tokens, sequence, reuse, method)
         except DamagedRowsError as error:
             _LOG.warning("a prompt is evaluated: %s", error)
             self.llm.kv.remove(0)
-            return replace(self._prefill(tokens, identity, "exact", method), reason=str(error))
+            return replace(self._prefill(tokens, sequence, "exact", method), reason=str(error))
 
-    def _prefill(self, tokens: Tokens, identity: Identity, reuse: Reuse, method: Method) -> ChunkReuse:
+    def _prefill(self, tokens: Tokens, sequence: LoneSequence, reuse: Reuse, method: Method) -> ChunkReuse:
         llm = self.llm
-        prefix = reuse_prefix(
-            llm,
-            self._store,
-            identity,
-            tokens,
-            n_plain=llm.kv.exact_tokens,
-            exact_live=True,
-            exact_stored=reuse != "prefix",
-        )
+        prefix = sequence.start(tokens, exact_live=True, exact_stored=reuse != "prefix")
         n_cached, prefix_exact = prefix.n_tokens, prefix.exact
         rows: Rows = []
         if reuse == "chunks":
-            rows = self._passages.find(tokens, identity, n_cached)
+            rows = self._passages.find(tokens, sequence.identity, n_cached)
         n_exact = rows[0][0].begin if rows else len(tokens)
         if n_cached < n_exact:
             llm.eval(tokens[n_cached:n_exact].tolist())

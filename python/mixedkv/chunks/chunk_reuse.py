@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Repair = Literal["none", "seam", "cacheblend", "query"]
-Reuse = Literal["exact", "prefix", "chunks"]
 REPAIRS: tuple[Repair, ...] = get_args(Repair)
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from mixedkv.chunks.fingerprints import WIDTH, find_fingerprints
 from mixedkv.kv.block import KVBlock
-from mixedkv.store import Identity, KVStore, Match
+from mixedkv.store import Identity, KVStore
+from mixedkv.store.results import Match
 from mixedkv.tokens import Tokens, common_prefix
 
 

@@ -5,6 +5,7 @@ how they are repaired. Both `ChunkCache` and the engine use this.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,6 +75,38 @@ class ChunkOptions:
         if self.repair is None and self.ratio is None and self.overlap_k is None:
             return None
         return Method(repair=self.repair or "query", ratio=self.ratio, overlap_k=self.overlap_k)
+
+
+_KINDS: dict[str, Callable[[str], Any]] = {
+    "repair": str,
+    **dict.fromkeys(("ratio", "max_kld", "check"), float),
+    **dict.fromkeys(("overlap_k", "chunk_size", "boundary_window"), int),
+}
+
+
+def parse_chunks(text: str) -> dict[str, Any]:
+    """Parse settings as `repair=query,chunk_size=64`.
+
+    Returns:
+        `ChunkOptions` by name.
+
+    Raises:
+        ValueError: a setting is unknown or out of range.
+    """
+    options: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        name, _, value = part.strip().partition("=")
+        if name not in _KINDS:
+            raise ValueError(f"{name!r} is no setting of chunks: use {', '.join(_KINDS)}")
+        try:
+            options[name] = _KINDS[name](value)
+        except ValueError:
+            raise ValueError(f"{name}={value!r}: use a number") from None
+    if isinstance(size := options.get("chunk_size"), int):
+        options.setdefault("boundary_window", max(0, min(ChunkOptions().boundary_window, size // 2)))
+    found = ChunkOptions(**options)
+    _ = found.method, Gate(found.max_kld, found.check)  # which check the others
+    return options
 
 
 class Passages:

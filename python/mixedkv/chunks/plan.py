@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from mixedkv.chunks.donors import Donor, DonorIndex
 from mixedkv.chunks.fingerprints import slide
-from mixedkv.store import Match
+from mixedkv.store.results import Match
 from mixedkv.tokens import Tokens
 
 SHORTEST_SEGMENT = 32  # tokens: a shorter one is not worth its seams

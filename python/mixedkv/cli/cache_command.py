@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from mixedkv.cli import import_packed
 from mixedkv.cli.values import duration, gigabytes
-from mixedkv.kv.stats import format_bytes
+from mixedkv.sizes import format_bytes
 
 if TYPE_CHECKING:
-    from mixedkv.store import EntryInfo, KVStore, MessageInfo
+    from mixedkv.store import KVStore
+    from mixedkv.store.results import EntryInfo, MessageInfo
 
 _ANY_SIZE_GB = 2.0**29
 _ID_SHOWN = 12
@@ -88,7 +89,8 @@ def _add(actions: Any, name: str, command: Any, text: str) -> argparse.ArgumentP
 
 
 def _open(args: argparse.Namespace, **options: Any) -> KVStore:
-    from mixedkv.store import KVStore, parse_key_source
+    from mixedkv.store import KVStore
+    from mixedkv.store.encryption import parse_key_source
 
     _check_store(args.store)
     key = parse_key_source(args.key) if args.key else None
@@ -192,7 +194,8 @@ def _gc(args: argparse.Namespace) -> None:
 
 def _rekey(args: argparse.Namespace) -> None:
     from mixedkv.sessions.reseal import reseal
-    from mixedkv.store import parse_key_source, rekey
+    from mixedkv.store import rekey
+    from mixedkv.store.encryption import parse_key_source
 
     if not args.key:
         raise ValueError("rekey: give the old key with --key")
@@ -205,7 +208,8 @@ def _rekey(args: argparse.Namespace) -> None:
 
 def _encrypt(args: argparse.Namespace) -> None:
     from mixedkv.sessions.reseal import reseal
-    from mixedkv.store import encrypt_plain, parse_key_source
+    from mixedkv.store import encrypt_plain
+    from mixedkv.store.encryption import parse_key_source
 
     if not args.key:
         raise ValueError("encrypt: give the key with --key")

@@ -28,8 +28,8 @@ from mixedkv.errors import StoppedError
 from mixedkv.llama import Llama
 from mixedkv.model.named_model import HELP as MODEL_HELP
 from mixedkv.model.named_model import find_model
-from mixedkv.store import KeySource, KVStore, parse_key_source
-from mixedkv.store.encryption import KeyCipher
+from mixedkv.store import KVStore
+from mixedkv.store.encryption import KeyCipher, KeySource, parse_key_source
 from mixedkv.store.eviction import EVICTIONS
 from mixedkv.terminal import with_prompt_bar
 
@@ -111,7 +111,8 @@ def _talk(
         history.add({"role": "system", "content": args.system})
     if sys.stdin.isatty() and sys.stderr.isatty():
         name = Path(llm.model_path).name
-        _tell(f"{name}, {llm.n_ctx():,} tokens, {args.kv or 'mixed'}; /? lists commands, Ctrl-D ends")
+        what = str(llm.fitted or f"{llm.n_ctx():,} tokens, {args.kv or 'mixed'}")
+        _tell(f"{name}, {what}; /? lists commands, Ctrl-D ends")
     took = ""
     commands = ChatCommands(llm, history, lambda: took)
     for text in _questions(history):

@@ -35,7 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_import(args: argparse.Namespace) -> None:
     from mixedkv.llama import Llama
-    from mixedkv.store import KVStore, load_packed, parse_key_source, unpack_kv_cache
+    from mixedkv.store import KVStore, load_packed, unpack_kv_cache
+    from mixedkv.store.encryption import parse_key_source
 
     layers = unpack_kv_cache(args.packed.read_bytes())
     shape = layers[0][0].shape if layers else (0,)

@@ -10,8 +10,7 @@ from typing import Any
 
 from mixedkv.cli.values import positive
 from mixedkv.config import PRESETS, parse_kv
-from mixedkv.kv.stats import format_bytes
-from mixedkv.model.footprint import ModelShape, footprint, longest_context, model_shape
+from mixedkv.model.footprint import ModelShape, Sliding, footprint, longest_context, model_shape
 from mixedkv.model.gguf_file import DEFAULT_N_CTX, ModelFile, default_n_ctx, read_model_file
 from mixedkv.model.layer_plan import Shares
 from mixedkv.model.measured_shares import read_shares
@@ -20,7 +19,10 @@ from mixedkv.model.named_model import find_model
 from mixedkv.model.settle import settle
 from mixedkv.native.llama_arguments import beyond_training
 from mixedkv.native.memory import memory_room
+from mixedkv.sizes import format_bytes
 
+_SERVED = 16  # sequences of the server, of which half run
+_SERVED_WINDOWS = Sliding(n_windows=_SERVED // 2)
 _SETTINGS = ("f16", "q8_0", "q4_0", *(f"mixed:{preset}" for preset in reversed(PRESETS)))
 
 
@@ -100,18 +102,28 @@ def _cache(
 ) -> dict[str, Any]:
     kv = settle(parse_kv(spec), shape, n_ctx, n_seq, shares)
     size = footprint(shape, kv, n_ctx, n_seq)
-    f16 = footprint(shape, parse_kv("f16"), n_ctx).bytes
+    f16 = footprint(shape, parse_kv("f16"), n_ctx, n_seq).bytes
     return {
         "kv": spec,
         **({"setting": str(kv)} if kv != parse_kv(spec) else {}),
         "n_ctx": n_ctx,
         "sequences": n_seq,
         "bytes": size.bytes,
+        "bytes_served": _served(shape, shares, spec, n_ctx),
         "bytes_view": size.view,
         "bits_per_element": round(size.bits_per_element, 3),
         "saving": round(1 - size.bytes / f16, 4) if f16 else 0.0,
         "longest_n_ctx": None if room is None or not f16 else longest_context(shape, kv, room, n_seq),
     }
+
+
+def _served(shape: ModelShape, shares: Shares | None, spec: str, n_ctx: int) -> int | None:
+    """Return the bytes of what a server has, None where it cannot have this cache."""
+    try:
+        kv = settle(parse_kv(spec), shape, n_ctx, _SERVED, shares, sliding=_SERVED_WINDOWS)
+        return footprint(shape, kv, n_ctx, _SERVED, _SERVED_WINDOWS).bytes
+    except ValueError:  # its budget is too small
+        return None
 
 
 def _lines(report: dict[str, Any], sizes: list[tuple[int, int]]) -> Iterable[str]:
@@ -129,21 +141,24 @@ def _lines(report: dict[str, Any], sizes: list[tuple[int, int]]) -> Iterable[str
         yield "  Loading narrows the window of a cache above F16, unless hot_budget is given."
     if (room := report["bytes_left"]) is not None and len(sizes) == 1:
         yield f"  Longest: tokens that fit into the {format_bytes(room)} this machine has left now"
-        yield "  besides the weights."
+        yield "  besides the weights, up to what the model was trained with."
     if view := max(cache["bytes_view"] for cache in report["caches"]):
         yield f"  Mixed and in an accelerator's memory: up to {format_bytes(view)} more to read it."
+    if len(sizes) == 1:
+        yield f"  Bits: of an element of K or V. Served: {_SERVED} sequences, {_SERVED // 2} at a time."
     if model["sliding_window"]:
-        yield f"  Sliding-window layers ({model['sliding_window']}) count with the whole context."
+        yield f"  Layers with a sliding window keep rows of {model['sliding_window']} tokens and a step's."
 
 
 def _table(caches: list[dict[str, Any]], n_ctx: int, n_seq: int) -> Iterable[str]:
     shared = f" that {n_seq} sequences share" if n_seq > 1 else ""
     yield f"KV cache for {n_ctx} tokens{shared}, by formula: nothing was loaded or allocated"
-    yield f"  {'--kv':<32}{'size':>11}{'bits/element':>13}{'below F16':>10}{'longest':>11}"
+    yield f"  {'--kv':<26}{'size':>11}{'bits':>7}{'below F16':>11}{'served':>11}{'longest':>11}"
     for cache in caches:
         size, bits = format_bytes(cache["bytes"]), f"{cache['bits_per_element']:.2f}"
         longest = "" if (n := cache["longest_n_ctx"]) is None else f"{n:,}"
-        yield f"  {cache['kv']:<32}{size:>11}{bits:>13}{cache['saving']:>10.0%}{longest:>11}"
+        served = "" if (n := cache["bytes_served"]) is None else format_bytes(n)
+        yield f"  {cache['kv']:<26}{size:>11}{bits:>7}{cache['saving']:>11.0%}{served:>11}{longest:>11}"
         if "setting" in cache:
             yield f"    --kv {cache['setting']}"
 

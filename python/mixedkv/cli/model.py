@@ -6,12 +6,13 @@ import argparse
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mixedkv.cli.values import layer_count, layers, memory, positive
 from mixedkv.cli.words import add_words, flags, tokens
 from mixedkv.config.parse import HELP as KV_HELP
 from mixedkv.llama import Llama
-from mixedkv.model.gguf_file import DEFAULT_N_CTX, default_n_ctx, read_model_file
+from mixedkv.model.gguf_file import default_n_ctx, read_model_file
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.terminal import LoadingBar
 
@@ -24,8 +25,19 @@ def add_llama_arguments(parser: argparse.ArgumentParser) -> None:
         *flags("n_ctx"),
         metavar="N",
         type=tokens,
-        help=f"tokens of the context, e.g. 4096 or 32k (default: {DEFAULT_N_CTX} or the model's)",
+        help="tokens of the context, e.g. 4096 or 32k (default, as with --fit: as many as fit into the "
+        "memory that is free, up to the model's)",
     )
+    parser.add_argument(
+        "--swa-full", action="store_true", help="keep all rows of layers with a sliding window"
+    )
+    parser.add_argument(
+        *flags("n_ubatch"),
+        metavar="N",
+        type=positive,
+        help="most tokens that layers compute at a time (default: 512)",
+    )
+    parser.add_argument("--lora", metavar="FILE", help="LoRA adapter on the model")
     parser.add_argument(
         *flags("threads"), metavar="N", type=positive, help="CPU threads (default: llama_cpp's choice)"
     )
@@ -34,8 +46,7 @@ def add_llama_arguments(parser: argparse.ArgumentParser) -> None:
         *flags("n_gpu_layers"),
         metavar="N",
         type=layer_count,
-        default=0,
-        help="layers on a GPU, in a build that has one; -1 is all (default: 0)",
+        help="layers on a GPU, in a build that has one; -1 is all (default: as many as fit)",
     )
     parser.add_argument(
         "--stream-layers",
@@ -52,18 +63,26 @@ def add_llama_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def open_model(path: Path, args: argparse.Namespace) -> Llama:
+    streams = args.stream_layers is not None or args.memory is not None
+    names = {"n_ubatch": "n_ubatch", "n_gpu_layers": "n_gpu_layers", "lora": "lora_path"}
+    given: dict[str, Any] = {
+        name: value for option, name in names.items() if (value := getattr(args, option)) is not None
+    }
+    if args.n_ubatch:
+        given["n_batch"] = max(args.n_ubatch, 512)
     with LoadingBar() as bar:
         return Llama(
             path,
-            kv=args.kv or "mixed",
-            n_ctx=args.n_ctx or default_n_ctx(read_model_file(path)),
+            kv=args.kv,
+            n_ctx=args.n_ctx or (default_n_ctx(read_model_file(path)) if streams else "fit"),
             n_threads=args.threads,
             n_threads_batch=args.threads,
-            n_gpu_layers=args.n_gpu_layers,
+            swa_full=args.swa_full,
             verbose=args.verbose,
             stream_layers=args.stream_layers,
             memory=args.memory,
             progress=bar,
+            **given,
         )
 
 

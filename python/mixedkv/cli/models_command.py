@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from mixedkv.kv.stats import format_bytes
 from mixedkv.model.hub_model import kept_models
 from mixedkv.model.named_model import named_models
+from mixedkv.sizes import format_bytes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

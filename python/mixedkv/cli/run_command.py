@@ -15,10 +15,11 @@ from mixedkv.cli.sampling import add_sampling_arguments, sampling_options
 from mixedkv.cli.values import add_n_predict
 from mixedkv.cli.words import flags, is_model_file, take_words
 from mixedkv.config import parse_kv
-from mixedkv.kv.stats import KVStats, format_bytes, format_saving
+from mixedkv.kv.stats import KVStats, format_saving
 from mixedkv.llama import Llama
 from mixedkv.model.named_model import HELP as MODEL_HELP
 from mixedkv.model.named_model import find_model
+from mixedkv.sizes import format_bytes
 from mixedkv.terminal import with_prompt_bar
 
 _DEMO_SEED, _DEMO_SENTENCES = 7, 40
@@ -56,6 +57,8 @@ def run(args: argparse.Namespace) -> None:
     text = "" if demo else _read_prompt(args)
     path = find_model(args.model)
     with quiet(not args.verbose), open_model(path, args) as llm:
+        if llm.fitted is not None and sys.stderr.isatty():
+            print(llm.fitted, file=sys.stderr)
         if demo and sys.stderr.isatty():
             print(_introduce(demo), file=sys.stderr)
         options = {"max_tokens": args.n_predict, "stream": True, **sampling_options(args, path)}

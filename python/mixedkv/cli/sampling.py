@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mixedkv.cli.values import between, temperature, whole
+from mixedkv.engine.sample.sampling import RANGES
 from mixedkv.engine.sample.sampling_defaults import sampling_defaults
 from mixedkv.model.gguf_file import read_model_file
 
@@ -24,17 +25,20 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--top-p",
         metavar="P",
-        type=between(0, 1),
+        type=between(*RANGES["top_p"]),
         help="sample from the likeliest tokens that together have this probability",
     )
     group.add_argument(
         "--min-p",
         metavar="P",
-        type=between(0, 1),
+        type=between(*RANGES["min_p"]),
         help="drop tokens less than P times as likely as the likeliest",
     )
     group.add_argument(
-        "--repeat-penalty", metavar="X", type=between(0.01, 10), help="penalty of repeated tokens; 1 is none"
+        "--repeat-penalty",
+        metavar="X",
+        type=between(*RANGES["repeat_penalty"]),
+        help="penalty of repeated tokens; 1 is none",
     )
     group.add_argument(
         "--seed",

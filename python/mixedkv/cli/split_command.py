@@ -6,41 +6,14 @@ import argparse
 import logging
 import sys
 import time
-from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
+from mixedkv.cli.door_options import add_options, read_options
 from mixedkv.cli.extra import naming_the_extra
-from mixedkv.cli.values import add_n_predict, gigabytes, positive, temperature, whole
+from mixedkv.cli.values import add_n_predict, positive, temperature, whole
 
 if TYPE_CHECKING:
     from mixedkv.split.client import SplitClient
-
-_SERVE_HELP = {
-    "kv": "KV cache, as in `mixedkv run`",
-    "n_ctx": "tokens of the cache, shared by all sessions",
-    "parallel": "most sessions evaluated in one step",
-    "idle_sessions": "most waiting sessions whose KV stays in the context",
-    "n_batch": "most tokens evaluated in one step",
-    "threads": "CPU threads; 0 is llama_cpp's choice",
-    "host": "address to listen on",
-    "port": "port to listen on; 0 takes a free one",
-    "tls_cert": "PEM file of the certificate chain; turns TLS on",
-    "tls_key": "PEM file of the certificate's key, without a password",
-    "client_ca": "PEM file of the certificates that sign those of clients; turns mutual TLS on",
-    "api_key_file": "file of tenant:key lines, readable by its owner only",
-    "allow_no_keys": "allow anyone who can reach this address to use the server",
-    "metrics_port": "port for Prometheus metrics; 0 is none",
-    "store": "folder for sessions that clients keep, each encrypted with its client's key",
-    "store_gb": "most disk space for that folder, in 10^9 bytes or as 20GiB",
-    "store_max_age": "at the start, remove kept sessions that were not used for this long, e.g. 30d",
-    "max_queue": "most messages of a tenant that may wait",
-    "max_sessions": "most sessions of a tenant that are remembered",
-    "max_streams": "most streams of a tenant at a time",
-    "session_ttl": "seconds that a session is remembered after its last use",
-    "step_timeout": "seconds that one message may take",
-    "idle_timeout": "seconds that a stream may wait for the client",
-    "drain_timeout": "seconds that running steps may still take at shutdown",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,20 +44,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("body", metavar="BODY", help="what `mixedkv split export` wrote for the server")
     with naming_the_extra("split"):
         from mixedkv.split.split_settings import SplitSettings
-    types = get_type_hints(SplitSettings)
-    for field in fields(SplitSettings):
-        if field.default is MISSING:
-            continue
-        flag, kind = "--" + field.name.replace("_", "-"), types[field.name]
-        if kind is bool:
-            parser.add_argument(flag, action="store_true", help=_SERVE_HELP[field.name])
-            continue
-        default = f" (default: {field.default})" if field.default not in ("", 0) else ""
-        text = _SERVE_HELP[field.name] + default
-        metavar = kind.__name__.upper()
-        if field.name == "store_gb":
-            kind, metavar = gigabytes, "SIZE"
-        parser.add_argument(flag, type=kind, default=field.default, help=text, metavar=metavar)
+
+    parser.epilog = "See docs/split.md."
+    add_options(parser, SplitSettings, leave_out=("body",))
     parser.set_defaults(command=run_serve)
 
 
@@ -166,7 +128,7 @@ def run_serve(args: argparse.Namespace) -> None:
     silence()
     logging.basicConfig(format="mixedkv split: %(message)s")
     logging.getLogger("mixedkv").setLevel(logging.INFO)
-    serve(SplitSettings(**{field.name: getattr(args, field.name) for field in fields(SplitSettings)}))
+    serve(read_options(args, SplitSettings))
 
 
 def run_client(args: argparse.Namespace) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import re
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mixedkv.cli.values import positive
@@ -21,6 +21,7 @@ _SHORT = {
     "n_gpu_layers": "-ngl",
     "threads": "-t",
     "n_batch": "-b",
+    "n_ubatch": "-ub",
     "parallel": "-np",
 }
 _LONG = {
@@ -28,12 +29,12 @@ _LONG = {
     "n_ctx": "--ctx-size",
     "n_gpu_layers": "--gpu-layers",
     "n_batch": "--batch-size",
+    "n_ubatch": "--ubatch-size",
 }
 
 _FLASH = "attention over quantised rows is fused unless --kv says attention=merged"
 _INSTEAD = {
     "--api-key": "keys stand in a file, whose lines are NAME:KEY: --api-key-file FILE",
-    "--ubatch-size": "steps are as large as the batch: --n-batch N",
     "--threads-batch": "prompts and answers use the same threads: --threads N",
     "-fa": _FLASH,
     "--flash-attn": _FLASH,
@@ -55,6 +56,9 @@ def add_words(parser: ArgumentParser, model: type[argparse.Action] | str = "stor
     )
     parser.add_argument("-ctk", "--cache-type-k", metavar="TYPE", help="as --kv TYPE, for K")
     parser.add_argument("-ctv", "--cache-type-v", metavar="TYPE", help="as --kv TYPE, for V")
+    parser.add_argument(
+        "--fit", dest="n_ctx", action="store_const", const=0, help="as many tokens as fit: the default"
+    )
     parser.add_argument("--jinja", action="store_true", help=argparse.SUPPRESS)  # templates always are
 
 
@@ -98,12 +102,12 @@ def is_model_file(text: str) -> bool:
     return text.endswith(".gguf") and len(text.split()) == 1
 
 
-def unknown(words: Iterable[str], known: Iterable[str]) -> str:
-    """Return what is said of arguments that a command does not have."""
+def unknown(words: Iterable[str], known: Iterable[str], gone: Mapping[str, str] = {}) -> str:
+    """Return what is said of arguments that a command does not have; of those it had, what to do instead."""
     word = next(iter(words))
     name = word.partition("=")[0]
-    if name in _INSTEAD:
-        return f"there is no {name}: {_INSTEAD[name]}"
+    if instead := gone.get(name.replace("--no-", "--", 1)) or _INSTEAD.get(name):
+        return f"there is no {name}: {instead}"
     if not word.startswith("-"):
         return f"{word!r} is one argument too many"
     return f"there is no option {name}{did_you_mean(name, known)}"

@@ -5,31 +5,19 @@ they share is evaluated once. See docs/python.md.
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.chat.chat_template import Chat, ToolChoice
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
-from mixedkv.engine.connect.kv_connector import KVConnector
 from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.jobs.events import Delta, Done, Failed
-from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.prompt_cache import Generation, PromptCache
 from mixedkv.engine.sample.sampling import Sampling
-from mixedkv.engine.schedule.observer import Observer
-from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.schedule.tenant_limits import TenantLimits
 
 __all__ = [
     "Answer",
     "Chat",
     "ChunkConnector",
-    "Delta",
-    "Done",
     "Engine",
-    "Failed",
     "Generation",
-    "Job",
-    "KVConnector",
-    "Observer",
     "PromptCache",
-    "Request",
     "Sampling",
     "StoreConnector",
     "TenantLimits",

@@ -21,39 +21,36 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from mixedkv.card import card
-from mixedkv.chunks import ChunkChoice, Reuse
+from mixedkv.chunks.chunk_choice import ChunkChoice
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.batch.vector_job import VectorJob, vector_width
 from mixedkv.engine.chat.chat_template import Chat
 from mixedkv.engine.chat.tokenizer import Prompt, Tokenizer
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.kv_connector import KVConnector
-from mixedkv.engine.deliver import Deliver, Outbox, deliver_directly
 from mixedkv.engine.draft.speculation import Speculation
 from mixedkv.engine.engine_models import check_model, lend
-from mixedkv.engine.inbox import Inbox
+from mixedkv.engine.inbox import Deliver, Inbox, Outbox, Turns, deliver_directly
 from mixedkv.engine.jobs.events import Failed
 from mixedkv.engine.jobs.job import Job
-from mixedkv.engine.prepare import prepare
+from mixedkv.engine.prepare import fit, prepare
 from mixedkv.engine.sample.sampling import Sampling
-from mixedkv.engine.schedule.checkpoints import CheckpointLimits
 from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.schedule.pacing import Pace
 from mixedkv.engine.schedule.queue_room import QueueRoom
 from mixedkv.engine.schedule.request import Request, SpeculationMode
 from mixedkv.engine.schedule.scheduler import Scheduler
-from mixedkv.engine.schedule.sequence import Sequence as PoolSequence
-from mixedkv.engine.schedule.sequences import SequencePool
 from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
-from mixedkv.engine.slide import fit
 from mixedkv.engine.stepping import Stepper
 from mixedkv.engine.text.detokenizer import Detokenizer, stop_strings
-from mixedkv.engine.turns import Turns
 from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.prompts.overflow import Overflow
+from mixedkv.start.checkpoints import CheckpointLimits
+from mixedkv.start.sequence import Sequence as PoolSequence
+from mixedkv.start.sequences import Reuse, SequencePool
 from mixedkv.tokens import Tokens
 
 log = logging.getLogger("mixedkv.engine")
@@ -130,7 +127,8 @@ class Engine:
             exact_only=exact_only,
             max_kept=max(1, (n_seq - parallel) // 2),
             limits=checkpoints,
-            tenants=limits,
+            most_kept=lambda tenant: limits(tenant).kept,
+            n_windows=llm.n_windows,
         )
         self.speculation = Speculation(llm, speculation, self.observer, draft_model, parallel)
         self._turns = turns or Turns()

@@ -9,7 +9,8 @@ from mixedkv.llama import Llama
 
 
 def check_model(llm: Llama, parallel: int | None) -> int:
-    """Return how many answers are made at a time: `parallel`, or half of the sequences.
+    """Return how many answers are made at a time: `parallel`, or half of the sequences, but no more than
+    layers with a sliding window have room for.
 
     Raises:
         ValueError: the `Llama` was not made for an engine, or `parallel` is too large; the message says how
@@ -28,7 +29,7 @@ def check_model(llm: Llama, parallel: int | None) -> int:
             f"parallel={parallel}: use fewer than the context's {n_seq} sequences (n_seq_max), "
             f"and n_batch={llm.n_batch} at most"
         )
-    return parallel
+    return min(parallel, llm.n_windows or parallel)
 
 
 def lend(models: Sequence[Llama], close: weakref.WeakMethod[Callable[[], None]]) -> None:

@@ -1,13 +1,15 @@
-"""Hands jobs and functions from other threads to the engine's thread, which runs them between two steps."""
+"""Passes jobs and functions to the engine's thread, events back, and the turn from one engine to the next."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from mixedkv.engine.jobs.events import Event
 from mixedkv.engine.jobs.job import Job
 from mixedkv.errors import ClosedError
 
@@ -91,3 +93,63 @@ class Inbox:
             future = self._calls.popleft()[1]
             if future.set_running_or_notify_cancel():
                 future.set_exception(error)
+
+
+class Turns:
+    """A lock that goes to the engine that has waited the longest, so that two busy engines step alternately,
+    each with all threads. If both computed at once, each would wait for the other's threads at every layer.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._taken = False
+        self._waiting: deque[threading.Event] = deque()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._taken:
+                self._taken = True
+                return
+            turn = threading.Event()
+            self._waiting.append(turn)
+        turn.wait()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().set()
+            else:
+                self._taken = False
+
+
+log = logging.getLogger("mixedkv.engine")
+
+Deliver = Callable[[Sequence[tuple[Job, Event]]], None]
+
+
+def deliver_directly(events: Sequence[tuple[Job, Event]]) -> None:
+    """Deliver events on this thread. A callback that raises does not affect other jobs."""
+    for job, event in events:
+        try:
+            job.deliver(event)
+        except Exception:
+            log.exception("an event could not be delivered")
+
+
+class Outbox:
+    """Collects the events of a step and hands them out together after it."""
+
+    def __init__(self, deliver: Deliver) -> None:
+        self.deliver = deliver
+        self._events: list[tuple[Job, Event]] = []
+
+    def put(self, *events: tuple[Job, Event]) -> None:
+        self._events += events
+
+    def flush(self) -> None:
+        if self._events:
+            events, self._events = self._events, []
+            try:
+                self.deliver([(job, event) for job, event in events if not job.cancelled])
+            except Exception:
+                log.exception("events could not be delivered")

@@ -7,16 +7,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from mixedkv.engine.chat.tokenizer import Tokenizer
-from mixedkv.engine.constrain.call_trigger import CallTrigger
 from mixedkv.engine.constrain.constraint import Matcher
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.draft.speculation import Speculation
-from mixedkv.engine.jobs.answer_state import AnswerState
+from mixedkv.engine.jobs.answer_state import AnswerState, CallTrigger
 from mixedkv.engine.jobs.drafter import Drafter
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.prompt_logprobs import PromptLogprobs
 from mixedkv.engine.schedule.request import Request
+from mixedkv.prompts.overflow import LongPrompt, Places, head_of
 from mixedkv.tokens import Tokens
 
 
@@ -118,3 +120,23 @@ def _drafter(request: Request, tokenizer: Tokenizer, speculation: Speculation, n
             raise ValueError(f"prediction: {error}") from None
     prompt: Tokens | Sequence[int] = request.prompt[-n_ctx:]  # a prompt that slides may be longer
     return speculation.drafter(prompt, request.speculation, predicted)
+
+
+def fit(job: Job, tokenizer: Tokenizer, n_ctx: int) -> None:
+    """Drop the middle of a job's prompt that does not fit, if the job allows it. Call it once, and not on the
+    engine's thread: the prompt may be thousands of contexts long.
+    """
+    if not job.request.slides or job.n_prompt < n_ctx:
+        return
+    starts = _at_ends(job.prompt, n_ctx, tokenizer.message_starts)
+    boundaries = _at_ends(job.prompt, n_ctx, tokenizer.boundaries)
+    long = LongPrompt(job.prompt, head_of(starts, n_ctx), n_ctx, starts, tuple(boundaries.tolist()))
+    job.leave_out(long, long.to_drop())
+
+
+def _at_ends(tokens: Tokens, n: int, find: Callable[[Tokens], Places]) -> Places:
+    """Return the places in the first n and the last n tokens: no others can stay."""
+    if len(tokens) <= 2 * n:
+        return find(tokens)
+    last = len(tokens) - n
+    return np.concatenate([find(tokens[:n]), last + find(tokens[last:])])

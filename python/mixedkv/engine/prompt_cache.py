@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, cast, overload
 
-from mixedkv.chunks import Reuse
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.chat.tokenizer import Prompt
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
@@ -17,6 +16,7 @@ from mixedkv.engine.engine import Engine
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.request import Request
 from mixedkv.llama import Llama
+from mixedkv.start.sequences import Reuse
 from mixedkv.store import KVStore
 
 

@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from mixedkv.engine.batch.batch import Batch
-from mixedkv.engine.batch.looking import look
 from mixedkv.engine.batch.next_token import go_on
 from mixedkv.engine.batch.vector_job import take_hidden
 from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.engine.connect.kv_connector import KVConnector
 from mixedkv.engine.connect.loading import Loader
-from mixedkv.engine.deliver import Outbox
 from mixedkv.engine.draft.speculation import Speculation
+from mixedkv.engine.inbox import Outbox
 from mixedkv.engine.jobs.events import Failed
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.contract import Run, StepPlan
 from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.schedule.scheduler import Scheduler
-from mixedkv.engine.slide import make_room
 from mixedkv.engine.text.detokenizer import Detokenizer
 from mixedkv.errors import RowsGoneError
+from mixedkv.images.evaluate import evaluate
 from mixedkv.llama import Llama
 from mixedkv.native.batch import NO_CELLS
+from mixedkv.prompts.overflow import cut, head_of
 
 log = logging.getLogger("mixedkv.engine")
 
@@ -169,3 +169,35 @@ class Stepper:
     def _fail_lost(self) -> None:
         gone = RowsGoneError("the rows before these vectors have gone")
         self._outbox.put(*((job, Failed(gone)) for job in self._scheduler.take_lost()))
+
+
+_CannotGoOn = tuple[Job, Exception | None]
+
+
+def look(llm: Llama, step: StepPlan[Job], scheduler: Scheduler[Job]) -> Iterator[_CannotGoOn]:
+    """Evaluate the step's images. Yield jobs that cannot go on, for lack of room or because of an error."""
+    for run in step.pictures:
+        job = run.job
+        if job.seq is None or job.picture is None:  # it gave way to another one
+            continue
+        code = evaluate(job.picture, llm.kv, job.n_rows, job.seq.id, llm.n_batch)
+        if code == 0:
+            scheduler.has_rows(run)
+        elif code != NO_CELLS:
+            yield job, llm.decode_error(code)
+        else:
+            # some of several decodes may have succeeded, and not every memory can remove a part
+            if len(job.picture) > llm.n_batch:
+                scheduler.pool.clear(job.seq)
+            if (last := scheduler.relieve()) is not None:
+                yield last, None
+
+
+def make_room(job: Job, tokenizer: Tokenizer, scheduler: Scheduler[Job], n_ctx: int) -> None:
+    """Drop the middle of an answer when the context has no room for its next token."""
+    if not job.request.slides or len(job.tokens) < n_ctx:
+        return
+    starts = tokenizer.message_starts(job.all_tokens)
+    head = job.gap.begin if job.gap is not None else head_of(starts, n_ctx)
+    scheduler.drop(job, head, cut(len(job.tokens), head, n_ctx, starts))
+    scheduler.give_way(job)

@@ -393,6 +393,13 @@ class KVCache(Evaluating):
         if isinstance(self._setting, MixedKVConfig):
             _core.wake(self._address, seq)
 
+    @exclusive
+    def drop_window(self, seq: int) -> None:
+        """Have layers with a sliding window let go of a sequence, whose other rows stay. A `checkpoint` that
+        was taken before restores them.
+        """
+        _core.drop_sliding(self._address, seq)
+
     def _known_tokens(self, seq: int, p0: int, p1: int) -> npt.NDArray[np.int32]:
         if seq != 0 or self._llama.n_tokens < p1:
             raise ValueError(

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mixedkv import _core
-from mixedkv.kv.stats import format_bytes
 from mixedkv.limits import INT32_MAX
 from mixedkv.native.memory import Room, memory_rooms, memory_stall
+from mixedkv.sizes import format_bytes
 
 log = logging.getLogger("mixedkv.kv")
 

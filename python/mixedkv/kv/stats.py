@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from mixedkv.card import bar, card, rows_of
+from mixedkv.sizes import format_bytes
 
 if TYPE_CHECKING:
     from mixedkv import _core
@@ -96,8 +97,7 @@ class KVStats:
             and KV head (`sparse`); 1 where it reads all.
         bytes_total: from llama.cpp's own memory breakdown; the cold and the hot rows are parts of it, and
             `bytes_view`, which a merged layer takes of the compute buffers for its F16 view of all rows.
-        bytes_given_back: of the hot rows, what the system has back while windows are shorter; the other
-            numbers do not know of it.
+        bytes_given_back: beside the hot rows, what the system has back while windows are shorter.
         bytes_compute: all compute buffers of the context, the view among them.
         n_elements: K and V elements of all cells, what `bits_per_element` divides by.
         layers: one entry per layer, or None if not asked for.
@@ -247,16 +247,6 @@ class KVStats:
         return (
             f"{total} = {format_bytes(self.bytes_hot)} hot{back} + {format_bytes(self.bytes_cold)} cold{view}"
         )
-
-
-def format_bytes(n: int) -> str:
-    """Format a size to read: "312 B", "1.4 MiB"."""
-    size = float(n)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def format_saving(saving: float) -> str:

@@ -8,9 +8,9 @@ from dataclasses import replace
 from mixedkv import _core
 from mixedkv.config import KVSetting, MixedKVConfig, check_window
 from mixedkv.kv.relief import WindowRelief
-from mixedkv.kv.stats import format_bytes
 from mixedkv.native.context_lock import exclusive
 from mixedkv.native.memory import memory_room
+from mixedkv.sizes import format_bytes
 
 
 class WindowSettings(ABC):

@@ -1,13 +1,12 @@
 """Computes the size of a KV cache from the header of a model file: nothing is allocated or loaded.
 
 llama.cpp's rules, as in its llama-kv-cache*.cpp: a context is a multiple of 256 tokens, a recurrent layer
-keeps no keys and values, and a sliding-window layer keeps the whole context, as `Llama` has it unless told
-swa_full=False.
+keeps no keys and values, and a layer with a sliding window has room for the windows and a micro-batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,11 +15,13 @@ from mixedkv.config.row_types import type_bits
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import padded
 from mixedkv.model.gguf_file import ModelFile, n_layers
+from mixedkv.model.sliding_layers import n_layers_with_rows, sliding_layers, sliding_window
 
 if TYPE_CHECKING:
     from mixedkv import _core
 
 _F16_BYTES = 2
+_LEAST_WINDOWS = 4  # answers at a time, as llama-server has unless told otherwise
 _MOST_TOKENS = 2**30  # llama.cpp counts cells in 32 bits
 
 # Where the file does not say which layers are recurrent: all but the last of every so many, from llama.cpp's
@@ -46,12 +47,15 @@ class CacheSetting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One layer that keeps keys and values; head_v is 0 where values are a part of the keys (MLA)."""
+    """One layer that keeps keys and values; head_v is 0 where values are a part of the keys (MLA). One that
+    `slides` has a sliding window.
+    """
 
     il: int
     n_head_kv: int
     head_k: int
     head_v: int
+    slides: bool = False
 
     @property
     def n_embd_k(self) -> int:
@@ -77,6 +81,43 @@ class ModelShape:
     n_ctx_train: int
     window: int
     layers: tuple[LayerShape, ...]
+
+    @property
+    def groups(self) -> tuple[tuple[LayerShape, ...], tuple[LayerShape, ...]]:
+        """The layers that keep all rows, and those with a sliding window: caches of their own."""
+        layers = self.layers
+        return tuple(x for x in layers if not x.slides), tuple(x for x in layers if x.slides)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sliding:
+    """How many rows layers with a sliding window have room for.
+
+    Args:
+        full: all of the context.
+        n_windows: windows of so many sequences at most, in a third of the context, but four; 0: of all.
+        n_ubatch: tokens of a micro-batch.
+    """
+
+    full: bool = False
+    n_windows: int = 0
+    n_ubatch: int = 512
+
+    def windows(self, window: int, n_ctx: int, n_seq: int) -> int:
+        """Return how many sequences have a window at a time."""
+        if self.full or not (self.n_windows and window):
+            return n_seq
+        return min(n_seq, self.n_windows, max(_LEAST_WINDOWS, (n_ctx // 3 - self.n_ubatch) // window))
+
+    def n_cells(self, window: int, n_ctx: int, n_seq: int) -> int:
+        """Return the cells of these layers."""
+        if self.full:
+            return padded(n_ctx)
+        n_ubatch = min(self.n_ubatch, padded(n_ctx))
+        return padded(min(padded(n_ctx), window * self.windows(window, n_ctx, n_seq) + n_ubatch))
+
+
+WINDOWED = Sliding()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,49 +155,67 @@ def model_shape(model: ModelFile) -> ModelShape:
         n_layer=n_layer,
         n_head=tuple(_per_layer(n_head, n_layer)),
         n_ctx_train=int(model.get("context_length", 0)),
-        window=int(model.get("attention.sliding_window", 0)),
+        window=sliding_window(model),
         layers=tuple(_layers(model, n_layer)),
     )
 
 
-def footprint(shape: ModelShape, kv: CacheSetting, n_ctx: int, n_seq: int = 1) -> Footprint:
+def footprint(
+    shape: ModelShape, kv: CacheSetting, n_ctx: int, n_seq: int = 1, sliding: Sliding = WINDOWED
+) -> Footprint:
     """Return the bytes that a cache of `n_ctx` tokens would take, which `n_seq` sequences share.
 
     Raises:
         ValueError: `hot_budget` is less than one window, or the setting names layers that the model lacks.
     """
     kv.check_layers(shape.n_layer)
-    n_cells = padded(n_ctx)
-    n_embd = sum(layer.n_embd_k + layer.n_embd_v for layer in shape.layers)
-    cold = sum(cold_bytes(layer, kv) for layer in shape.layers)
-    n_rows, least = ring_rows(shape, kv, n_ctx, n_seq)
+    cells = padded(n_ctx), sliding.n_cells(shape.window, n_ctx, n_seq)
+    parts = [_part(group, kv, n, n_seq) for group, n in zip(shape.groups, cells, strict=True) if group]
+    view = max((part.view for part in parts), default=0)
+    return Footprint(
+        bytes=sum(part.bytes for part in parts) + (view if kv.attention == "merged" else 0),
+        n_elements=sum(part.n_elements for part in parts),
+        view=view,
+    )
+
+
+def _part(layers: Sequence[LayerShape], kv: CacheSetting, n_cells: int, n_seq: int) -> Footprint:
+    """Return what layers with the same cells take."""
+    n_embd = sum(layer.n_embd_k + layer.n_embd_v for layer in layers)
+    n_rows, least = ring_rows(layers, kv, n_cells, n_seq)
     if least and not n_rows:
         raise ValueError(
             f"hot_budget={kv.hot_budget} is less than the {least} F16 tokens of one window and the sinks "
             f"of {n_seq} sequences: raise it, or lower quantization_threshold or the number of sequences"
         )
-    view = max((_view_bytes(layer, n_cells + n_rows) for layer in shape.layers), default=0) if n_rows else 0
     return Footprint(
-        bytes=n_cells * cold + n_rows * _F16_BYTES * n_embd + (view if kv.attention == "merged" else 0),
+        bytes=n_cells * sum(cold_bytes(layer, kv) for layer in layers) + n_rows * _F16_BYTES * n_embd,
         n_elements=n_cells * n_embd,
-        view=view,
+        view=max(_view_bytes(layer, n_cells + n_rows) for layer in layers) if n_rows else 0,
     )
 
 
-def longest_context(shape: ModelShape, kv: CacheSetting, n_bytes: int, n_seq: int = 1) -> int:
-    """Return the tokens of the largest context whose cache takes at most `n_bytes`, 0 if none does.
+def longest_context(
+    shape: ModelShape, kv: CacheSetting, n_bytes: int, n_seq: int = 1, sliding: Sliding = WINDOWED
+) -> int:
+    """Return the tokens of the largest context whose cache takes at most `n_bytes`, up to what the model was
+    trained with; 0 if none does.
 
     Raises:
         ValueError: as `footprint` does.
     """
     step = padded(1)
-    low, high = 0, 1  # in steps: `low` fits, `high` does not
-    while high * step < _MOST_TOKENS and footprint(shape, kv, high * step, n_seq).bytes <= n_bytes:
-        low, high = high, 2 * high
+    most = shape.n_ctx_train or _MOST_TOKENS
+
+    def fits(n: int) -> bool:
+        return footprint(shape, kv, n, n_seq, sliding).bytes <= n_bytes
+
+    if fits(most):
+        return most
+    low, high = 0, -(-most // step)  # in steps: `low` fits, `high` does not
     while high - low > 1:
         middle = (low + high) // 2
-        fits = footprint(shape, kv, middle * step, n_seq).bytes <= n_bytes
-        low, high = (middle, high) if fits else (low, middle)
+        low, high = (middle, high) if fits(middle * step) else (low, middle)
     return low * step
 
 
@@ -166,16 +225,17 @@ def cold_bytes(layer: LayerShape, kv: CacheSetting) -> int:
     return int(layer.n_embd_k * type_bits(type_k) + layer.n_embd_v * type_bits(type_v)) // 8
 
 
-def ring_rows(shape: ModelShape, kv: CacheSetting, n_ctx: int, n_seq: int = 1) -> tuple[int, int]:
-    """Return how many F16 rows are allocated, and the least; the first is 0 if `hot_budget` is less than the
-    least.
+def ring_rows(
+    layers: Sequence[LayerShape], kv: CacheSetting, n_cells: int, n_seq: int = 1
+) -> tuple[int, int]:
+    """Return how many F16 rows layers of `n_cells` cells allocate, and the least; the first is 0 if
+    `hot_budget` is less than the least.
     """
     native = kv.native() if kv.hot_budget is not None else None
-    if native is None:
+    if native is None or not layers:
         return 0, 0
-    n_cells = padded(n_ctx)
-    cold = sum(cold_bytes(layer, kv) for layer in shape.layers)
-    f16 = _F16_BYTES * sum(layer.n_embd_k + layer.n_embd_v for layer in shape.layers)
+    cold = sum(cold_bytes(layer, kv) for layer in layers)
+    f16 = _F16_BYTES * sum(layer.n_embd_k + layer.n_embd_v for layer in layers)
     from mixedkv import _core  # settings are read in processes with the stock library too
 
     return _core.count_ring_rows(native, n_seq, n_cells, cold, f16)
@@ -194,13 +254,17 @@ def _layers(model: ModelFile, n_layer: int) -> Iterator[LayerShape]:
     n_head_kv = _per_layer(model.get("attention.head_count_kv", n_head), n_layer)
     recurrent = _recurrent_layers(model, n_layer)
     width = int(model.get("embedding_length"))
+    slides = sliding_layers(model)
     latent = bool(model.get("attention.key_length_mla") and model.get("attention.value_length_mla"))
-    for il in range(n_layer):
+    for il in range(n_layers_with_rows(model)):
         if n_head_kv[il] and not recurrent[il]:
             size = width // max(1, n_head[il])
-            head_k = model.get("attention.key_length", size)
-            head_v = 0 if latent else model.get("attention.value_length", size)
-            yield LayerShape(il, n_head_kv[il], int(head_k), int(head_v))
+            head_k, head_v = (
+                (slides[il] and model.get(f"attention.{part}_length_swa"))
+                or model.get(f"attention.{part}_length", size)
+                for part in ("key", "value")
+            )
+            yield LayerShape(il, n_head_kv[il], int(head_k), 0 if latent else int(head_v), slides[il])
 
 
 def _recurrent_layers(model: ModelFile, n_layer: int) -> list[bool]:

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from mixedkv.config import KVSetting, MixedKVConfig
 from mixedkv.config.layers import shorten
-from mixedkv.model.footprint import ModelShape, footprint, model_shape, ring_rows
+from mixedkv.limits import padded
+from mixedkv.model.footprint import WINDOWED, ModelShape, Sliding, footprint, model_shape, ring_rows
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.layer_plan import LayerPlan, Shares
 
@@ -26,6 +27,7 @@ def settle(
     *,
     n_stream: int = 1,
     on_cpu: bool = True,
+    sliding: Sliding = WINDOWED,
 ) -> KVSetting:
     """The setting that a budget comes to for a model and a context, see `MixedKVConfig.for_budget`, or `bits`
     for a model; a setting without them stays as it is. `n_stream` equal parts of the context have sequences
@@ -37,6 +39,7 @@ def settle(
     """
     if not isinstance(kv, MixedKVConfig) or kv.is_settled:
         return kv
+    kv = _within(kv, padded(n_ctx // n_stream))
     f16, plan = kv.without_quantization(), LayerPlan(shape, shares, on_cpu=on_cpu)
     if kv.bits:
         if kv.bits < plan.bits(0):
@@ -45,7 +48,7 @@ def settle(
         return replace(kv, bits=0.0, cold_type_k=type_k, cold_type_v=type_v, layers=layers)
 
     def size(setting: KVSetting) -> int:
-        each = footprint(shape, setting, n_ctx // n_stream, n_seq // n_stream)
+        each = footprint(shape, setting, n_ctx // n_stream, n_seq // n_stream, sliding)
         merges = not on_cpu and setting.attention == "auto"
         return n_stream * (each.bytes + (each.view if merges else 0))
 
@@ -60,7 +63,8 @@ def settle(
         """Return the F16 rows to try: the default is more than what several sequences need at least."""
         if kv.hot_budget != "auto" or n_seq == n_stream:
             return [kv.hot_budget]
-        n_rows, least = ring_rows(shape, make(plan.types(0), threshold, "auto"), n_ctx, n_seq)
+        kept = make(plan.types(0), threshold, "auto")
+        n_rows, least = max(ring_rows(group, kept, padded(n_ctx), n_seq) for group in shape.groups)
         return [*range(max(least, 1), n_rows, 16), "auto"]
 
     if size(f16) <= int(kv.budget):
@@ -112,27 +116,45 @@ def _spend(
     return make(plan.types(n), window, room)
 
 
-def fit_window(kv: KVSetting, shape: ModelShape, n_ctx: int, n_seq: int = 1, n_stream: int = 1) -> KVSetting:
-    """Return the setting with its window halved until the cache is no larger than an F16 one.
+def fit_window(
+    kv: KVSetting,
+    shape: ModelShape,
+    n_ctx: int,
+    n_seq: int = 1,
+    n_stream: int = 1,
+    sliding: Sliding = WINDOWED,
+) -> KVSetting:
+    """Return the setting with its window halved until the context has room for it, and the cache is no larger
+    than an F16 one.
 
     A window takes F16 rows beside the cold ones, which a short context has no gain to pay with. A setting
-    with a `hot_budget` stays as it is, and so do one that no window makes small enough and one whose window
-    is wider than the context, which `check_context` refuses. Arguments as in `settle`.
+    with a `hot_budget` stays as it is, and so does one that no window makes small enough. Arguments as in
+    `settle`.
     """
     if not isinstance(kv, MixedKVConfig) or not kv.enable_quantization or kv.hot_budget != "auto":
         return kv
-    if kv.quantization_threshold + kv.sink_tokens > n_ctx // n_stream:
-        return kv
 
     def size(setting: KVSetting) -> int:
-        return n_stream * footprint(shape, setting, n_ctx // n_stream, n_seq // n_stream).bytes
+        return n_stream * footprint(shape, setting, n_ctx // n_stream, n_seq // n_stream, sliding).bytes
 
+    kv = _within(kv, padded(n_ctx // n_stream))
     most, fitted = size(kv.without_quantization()), kv
     while fitted.quantization_threshold and size(fitted) > most:
-        threshold = fitted.quantization_threshold // 2
-        group_size = max(1, min(fitted.group_size, threshold))
-        fitted = replace(fitted, quantization_threshold=threshold, group_size=group_size)
+        fitted = _halved(fitted)
     return fitted if size(fitted) <= most else kv
+
+
+def _within(kv: MixedKVConfig, n_ctx: int) -> MixedKVConfig:
+    """Return the setting with a window and sinks that `n_ctx` tokens have room for."""
+    while kv.quantization_threshold and kv.quantization_threshold + kv.sink_tokens > n_ctx:
+        kv = _halved(kv)
+    return replace(kv, sink_tokens=n_ctx) if kv.sink_tokens > n_ctx else kv
+
+
+def _halved(kv: MixedKVConfig) -> MixedKVConfig:
+    threshold = kv.quantization_threshold // 2
+    group_size = max(1, min(kv.group_size, threshold))
+    return replace(kv, quantization_threshold=threshold, group_size=group_size)
 
 
 def settle_for(

@@ -15,6 +15,7 @@ from mixedkv.limits import MAX_SEQUENCES, MAX_SNAPSHOTS
 _WHOLE = ("n_ctx", "n_batch", "n_ubatch", "n_threads", "n_threads_batch", "n_gpu_layers", "main_gpu", "seed")
 _WHOLE_MORE = ("last_n_tokens_size", "yarn_orig_ctx", "rope_scaling_type", "pooling_type", "attention_type")
 _AT_LEAST_1 = ("n_batch", "n_ubatch")
+_BASE = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters) - {"kwargs"}  # whoever replaces it
 _ROPE = ("rope_scaling_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_orig_ctx")
 
 
@@ -24,11 +25,10 @@ def check_names(given: Iterable[str], function: Callable[..., object]) -> None:
     Raises:
         TypeError: there is no such argument; the message names the nearest one.
     """
-    base = {name for name in inspect.signature(llama_cpp.Llama.__init__).parameters if name != "kwargs"}
     for name in given:
-        if name in base:
+        if name in _BASE:
             continue
-        known = sorted((base | set(inspect.signature(function).parameters)) - {"self", "kwargs"})
+        known = sorted((_BASE | set(inspect.signature(function).parameters)) - {"self", "kwargs"})
         near = difflib.get_close_matches(name, known, 1)
         hint = f": did you mean {near[0]}?" if near else ": see help(mixedkv.Llama) and help(llama_cpp.Llama)"
         raise TypeError(f"Llama has no argument {name!r}{hint}")

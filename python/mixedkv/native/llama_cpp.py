@@ -221,6 +221,7 @@ class Completions:
     cache = None  # of llama_cpp.Llama.set_cache
     create_chat_completion: Any = llama_cpp.Llama.create_chat_completion
     _create_completion: Any = llama_cpp.Llama._create_completion
+    _completion: Any = llama_cpp.Llama.create_completion
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
         self._llm = llm
@@ -229,8 +230,7 @@ class Completions:
         return getattr(self._llm, name)
 
     def create_completion(self, prompt: Any, **options: Any) -> Any:
-        create: Any = llama_cpp.Llama.create_completion
-        return create(self, prompt, **options)
+        return self._completion(prompt, **options)
 
     @property
     def _n_ctx(self) -> int:

@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator, MutableMapping
 from contextlib import AsyncExitStack, ExitStack
 from typing import Any
 
+from mixedkv.doors.keys import Keys
 from mixedkv.errors import ClosedError
 from mixedkv.ray.prefix import Prefix
 from mixedkv.server.app import make_app
-from mixedkv.server.http.auth import Keys
 from mixedkv.server.http.request_id import RequestIds
 from mixedkv.server.serve import open_server
 from mixedkv.server.settings import load_settings

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from mixedkv.engine.constrain.constraint import DeadEndError
 from mixedkv.errors import ClosedError, ContextLengthError, EngineError, ModelChangedError, QueueFullError
-from mixedkv.sessions import ErrorResponse
+from mixedkv.sessions.records import ErrorResponse
 
 _TYPES = {
     400: "invalid_request_error",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from mixedkv import __version__
+from mixedkv.doors.keys import Keys
 from mixedkv.server.api import (
     cached_messages,
     chat_completions,
@@ -35,14 +38,12 @@ from mixedkv.server.api import (
 )
 from mixedkv.server.api.fields import place
 from mixedkv.server.api_error import ApiError
-from mixedkv.server.http.auth import Keys
 from mixedkv.server.http.body_limit import BodyLimit
 from mixedkv.server.http.body_parser import BodyParser
 from mixedkv.server.http.origin import OwnPagesOnly
-from mixedkv.server.http.short_paths import ShortPaths
+from mixedkv.server.http.paths import ShortPaths
 from mixedkv.server.pending import Disconnected
 from mixedkv.server.settings import ServerSettings
-from mixedkv.server.shared_text import SharedText
 from mixedkv.server.snapshot import metrics_text
 from mixedkv.server.state import ServerState, check_generates
 from mixedkv.server.unknown_fields import SaidOnce
@@ -207,3 +208,33 @@ async def _on_os_error(_: Request, error: Any) -> Response:
 async def _on_bug(_: Request, error: Any) -> Response:
     log.error("a request failed: %s", type(error).__name__, exc_info=error)
     return ApiError(500, "the request failed inside the server; its log has more").response()
+
+
+_REST = 10  # a text is kept so many times as long as making it took
+
+
+class SharedText:
+    """Makes a text once for all callers at the same time, and keeps it for a while.
+
+    Args:
+        make: returns the text, and the seconds of work that it took.
+    """
+
+    def __init__(
+        self, make: Callable[[], Awaitable[tuple[bytes, float]]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._make, self._clock = make, clock
+        self._task: asyncio.Task[bytes] | None = None
+        self._good_until = 0.0
+
+    async def get(self) -> bytes:
+        task = self._task
+        if task is None or (task.done() and self._clock() >= self._good_until):
+            task = self._task = asyncio.get_running_loop().create_task(self._renew())
+        return await asyncio.shield(task)  # a caller that is cancelled does not cancel the others
+
+    async def _renew(self) -> bytes:
+        self._good_until = 0.0
+        text, seconds = await self._make()
+        self._good_until = self._clock() + _REST * seconds
+        return text

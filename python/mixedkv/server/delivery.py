@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from mixedkv.engine.deliver import deliver_directly
+from mixedkv.engine.inbox import deliver_directly
 from mixedkv.engine.jobs.events import Event
 from mixedkv.engine.jobs.job import Job
 

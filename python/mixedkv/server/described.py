@@ -10,10 +10,11 @@ from typing import Any
 
 from mixedkv.config import parse_kv
 from mixedkv.engine.chat.chat_template import ChatRenderer
+from mixedkv.engine.chat.tokenizer import find_format
 from mixedkv.engine.embed.embedding_context import only_embeds, ranks
 from mixedkv.engine.sample.sampling_defaults import sampling_defaults
 from mixedkv.model.fingerprint import model_header
-from mixedkv.model.gguf_file import ModelFile, default_n_ctx, weight_type
+from mixedkv.model.gguf_file import ModelFile, weight_type
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.models import ServedModel
 from mixedkv.server.settings import ServerSettings
@@ -26,6 +27,7 @@ class Described:
     Args:
         path: the model's file.
         parent: the model that this one is an adapter of.
+        size: of the cache, once it is in memory; `parallel`: how many answers are then made at a time.
         others: the other models by name; only in the default model's description.
 
     Attributes:
@@ -42,6 +44,8 @@ class Described:
     ranks: bool = False
     parent: str = ""
     kv: str = ""
+    size: str = ""
+    parallel: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
     capabilities: list[str] = field(default_factory=list)
     chat_template: str = ""
@@ -80,15 +84,14 @@ def read_chat_template(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"chat_template={path}: {error}: give a file, or with chat_format the name of a format"
-        ) from None
+        named = f"chat_format={path}" if find_format(path) else "with chat_format the name of a format"
+        raise ValueError(f"chat_template={path}: {error}: give a file, or {named}") from None
 
 
 def description(settings: ServerSettings, model: ServedModel, file: ModelFile) -> dict[str, Any]:
     """Return the fields of `Described` that the files of a model tell."""
-    template = "" if settings.chat_format else read_chat_template(settings.chat_template)
-    template = template or str(file.metadata.get("tokenizer.chat_template", ""))
+    own = str(file.metadata.get("tokenizer.chat_template", ""))
+    template = "" if settings.chat_format else read_chat_template(settings.chat_template) or own
     renderer = ChatRenderer(template, "", "")
     generates = not only_embeds(file)
     embeds = not model.parent and (settings.embeddings or not generates) and not ranks(file)
@@ -115,7 +118,7 @@ def description(settings: ServerSettings, model: ServedModel, file: ModelFile) -
             "n_params": sum(_n_elements(tensor.shape) for tensor in file.tensors),
             "quantization": weight_type(file),
             "size_bytes": file.size,
-            "n_ctx": (model.n_ctx or default_n_ctx(file)) if generates else None,
+            "n_ctx": (model.n_ctx or int(file.get("context_length", 0))) if generates else None,
             "n_embd": file.get("embedding_length") if embeds else None,
             "embedding_n_ctx": None,
         },

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import llama_cpp
 
+from mixedkv.chunks.passages import parse_chunks
 from mixedkv.engine.chat import tokenizer
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.embed.embedding_context import EmbeddingContext, only_embeds
 from mixedkv.engine.engine import Engine
+from mixedkv.engine.inbox import Turns
 from mixedkv.engine.sample.sampling_defaults import sampling_defaults
-from mixedkv.engine.schedule.checkpoints import CheckpointLimits
 from mixedkv.engine.schedule.request import SpeculationMode
-from mixedkv.engine.turns import Turns
 from mixedkv.errors import ClosedError, ModelChangedError
+from mixedkv.kv.stats import format_saving
+from mixedkv.llama import Llama
 from mixedkv.model.fingerprint import model_parts
 from mixedkv.model.gguf_file import ModelFile, weight_type
 from mixedkv.native import llama_cpp as _llama_cpp
@@ -32,6 +34,8 @@ from mixedkv.server.models import ServedModel
 from mixedkv.server.session_kv import ModelKV
 from mixedkv.server.settings import ServerSettings
 from mixedkv.server.state import ModelInMemory, ServerState
+from mixedkv.sizes import format_bytes
+from mixedkv.start.checkpoints import CheckpointLimits
 from mixedkv.store import KVStore
 
 log = logging.getLogger("mixedkv.server")
@@ -65,6 +69,8 @@ def _open(
     mtp = settings.speculation == "mtp"
     weights = parent.engine.llm if parent is not None else None
     llm = stack.enter_context(load_model(settings, model, file, state.generates, weights, mtp))
+    if llm.fitted is not None:
+        print(f"mixedkv fits {model.name}: {llm.fitted}", file=sys.stderr, flush=True)
     draft_model = stack.enter_context(load_draft_model(settings, llm)) if drafts else None
     connector = _connector(settings, state.store)
     engine = stack.enter_context(
@@ -72,7 +78,6 @@ def _open(
             llm,
             parallel=settings.parallel,
             max_queue=settings.max_queue,
-            slowdown=settings.slowdown,
             exact_only=settings.reuse != "prefix",
             connector=connector,
             observer=state.metrics,
@@ -82,7 +87,8 @@ def _open(
             ),
             limits=state.keys.limits,
             checkpoints=CheckpointLimits(
-                settings.checkpoints, settings.checkpoint_every, int(settings.max_checkpoint_gb * 1e9)
+                **({} if settings.max_checkpoint_gb else {"per_sequence": 0}),
+                max_bytes=_checkpoint_bytes(settings, llm),
             ),
             speculation=speculation_of(settings, drafts=draft_model is not None or mtp),
             draft_model=draft_model,
@@ -94,6 +100,13 @@ def _open(
     embedder = _open_embedder(state, engine, file) if parent is None else None
     projector = parent.projector if parent is not None else open_projector(settings, model, llm)
     return ModelInMemory(engine=engine, embedder=embedder, projector=projector)
+
+
+def _checkpoint_bytes(settings: ServerSettings, llm: Llama) -> int:
+    """Return the most memory for checkpoints: of what a fitted context has left, half."""
+    most = int(settings.max_checkpoint_gb * 1e9)
+    left = llm.fitted.n_left if llm.fitted is not None else None
+    return most if left is None else min(most, left // 2)
 
 
 def _stop_reading(engine: Engine) -> None:
@@ -122,10 +135,14 @@ def _tell(state: ServerState, file: ModelFile) -> None:
     engine, embedder = state.engine, state.embedder
     words = engine.tokenizer
     state.kv = str(engine.llm.kv.config)
+    state.parallel, stats = engine.parallel, engine.llm.kv.stats()
+    state.size = (
+        f"{format_bytes(stats.bytes_total)}: {stats.bits_per_element:.1f} bits, {format_saving(stats.saving)}"
+    )
     state.chat_template = words.chat_template
     state.capabilities = capabilities(
         generates=state.generates,
-        tools=state.generates and words.takes_tools,
+        tools=state.generates and words.renders,
         thinks=state.generates and words.thinks,
         infills=state.generates and words.infills,
         sees=state.projector is not None,
@@ -151,9 +168,7 @@ def _open_embedder(state: ServerState, engine: Engine, file: ModelFile) -> Embed
         engine.llm, file, n_ctx=settings.embedding_n_ctx, n_batch=settings.n_batch or 512
     )
     max_requests = settings.max_queue + settings.parallel
-    return Embedder(
-        engine, context, max_requests=max_requests, slowdown=settings.slowdown, limits=state.keys.limits
-    )
+    return Embedder(engine, context, max_requests=max_requests, limits=state.keys.limits)
 
 
 def _connector(settings: ServerSettings, store: KVStore | None) -> StoreConnector | None:
@@ -161,13 +176,4 @@ def _connector(settings: ServerSettings, store: KVStore | None) -> StoreConnecto
         return None
     if settings.reuse != "chunks":
         return StoreConnector(store, closes=False)
-    options: dict[str, Any] = {
-        "repair": settings.chunk_repair or None,
-        "ratio": settings.chunk_ratio or None,
-        "overlap_k": settings.chunk_overlap or None,
-        "chunk_size": settings.chunk_size,
-        "boundary_window": min(settings.chunk_boundary, settings.chunk_size // 2),
-        "max_kld": settings.chunk_max_kld,
-        "check": settings.chunk_check,
-    }
-    return ChunkConnector(store, closes=False, **options)
+    return ChunkConnector(store, closes=False, **parse_chunks(settings.chunks))

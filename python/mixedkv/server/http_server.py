@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,12 +15,11 @@ from typing import Any, Protocol
 import uvicorn
 from starlette.types import ASGIApp
 
+from mixedkv.doors.tls import TLS
 from mixedkv.server.http.connection import Connection
+from mixedkv.server.http.paths import RootPath
 from mixedkv.server.http.request_id import RequestIds
-from mixedkv.server.http.root_path import RootPath
-from mixedkv.server.listening import TLS
 from mixedkv.server.settings import ServerSettings
-from mixedkv.server.shutdown import end_within
 
 try:
     import resource
@@ -130,3 +131,20 @@ def _allow_connections(wanted: int) -> int:
     allowed = max(1, soft - _OWN_FILES)
     log.warning("max_connections is %d, since this process may open %d files only", allowed, soft)
     return allowed
+
+
+def end_within(seconds: float) -> None:
+    """End the process with exit code 1 if it still runs after so many seconds. Threads that wait for a disk
+    or a database cannot be cancelled, and Python would wait for them.
+    """
+    timer = threading.Timer(seconds, _end, (seconds,))
+    timer.daemon = True  # the timer itself delays nothing
+    timer.start()
+
+
+def _end(seconds: float) -> None:
+    names = sorted(thread.name for thread in threading.enumerate() if not thread.daemon)
+    log.error(
+        "the shutdown took more than %g seconds and is given up; at work: %s", seconds, ", ".join(names)
+    )
+    os._exit(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import ssl
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -41,42 +40,6 @@ def url(listening: socket.socket, tls: bool) -> str:
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-class TLS:
-    """The certificate and its key, which can be reloaded when they were renewed.
-
-    Raises:
-        ValueError: a file cannot be read, they do not belong together, or the key has a password.
-    """
-
-    def __init__(self, cert: str, key: str) -> None:
-        self._cert, self._key = cert, key
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
-        self.reload()
-
-    def reload(self) -> None:
-        """Read the certificate files again, for new connections. If that fails, nothing changes."""
-        self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-        self._load(self.context)
-
-    def _load(self, context: ssl.SSLContext) -> None:
-        try:
-            context.load_cert_chain(self._cert, self._key, password=self._no_password)
-        except ssl.SSLError as error:
-            reason = error.reason or error.strerror or "not PEM"
-            raise ValueError(
-                f"tls_cert={self._cert}, tls_key={self._key}: {reason}: give a PEM certificate and its key"
-            ) from None
-        except OSError as error:  # the error does not say which file
-            unread = next(
-                (path for path in (self._cert, self._key) if not os.access(path, os.R_OK)), self._cert
-            )
-            raise ValueError(f"{unread}: {error.strerror}") from None
-
-    def _no_password(self) -> str:
-        raise ValueError(f"tls_key={self._key} has a password: give a key without")
-
-
 def _bind_address(host: str, port: int) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     # asyncio sets TCP_NODELAY only where the protocol is named; without it a kept-alive client waits 40 ms
@@ -99,7 +62,7 @@ def _bind_path(path: str) -> socket.socket:
         listening.bind(path)
     except OSError as error:
         listening.close()
-        raise ValueError(f"unix_socket={path} cannot be listened on: {error.strerror or error}") from None
+        raise ValueError(f"host={path} cannot be listened on: {error.strerror or error}") from None
     finally:
         os.umask(before)
     return listening
@@ -112,7 +75,7 @@ def _remove_stale(path: str) -> None:
     except OSError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ValueError(f"unix_socket={path}: there is a file of that name: remove it, or choose another")
+        raise ValueError(f"host={path}: there is a file of that name: remove it, or choose another")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
@@ -120,4 +83,4 @@ def _remove_stale(path: str) -> None:
             with suppress(OSError):
                 os.unlink(path)
         else:
-            raise ValueError(f"unix_socket={path}: another process listens there: choose another")
+            raise ValueError(f"host={path}: another process listens there: choose another")

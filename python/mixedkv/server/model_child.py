@@ -13,9 +13,9 @@ import threading
 from functools import partial
 from pathlib import Path
 
+from mixedkv.server.http_server import end_within
 from mixedkv.server.serve import serve
 from mixedkv.server.settings import ServerSettings
-from mixedkv.server.shutdown import end_within
 
 _SECONDS = 60.0  # to store KV once the router is gone, after the drain timeout
 

@@ -15,6 +15,7 @@ from mixedkv.model.named_model import find_model, is_of_hub
 from mixedkv.server.settings import ServerSettings
 
 _NAMED = re.compile(r"([A-Za-z0-9][\w.:@~+-]{0,255})=(.+)", re.ASCII | re.DOTALL)
+_SCALED = re.compile(r"(.+)@(-?\d{1,9}(?:\.\d{1,9})?)", re.ASCII | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +46,10 @@ def served_models(settings: ServerSettings) -> list[ServedModel]:
     Raises:
         ValueError: a name is used twice or is missing; the message begins with the option.
     """
-    sizes, scales = _sizes(settings.model_n_ctx), _scales(settings.lora_scale)
+    sizes = _sizes(settings.model_n_ctx)
     models = [_model(given, i, settings) for i, given in enumerate(settings.model or [str(model_path())])]
     adapters = [_adapter(given, models) for given in settings.lora]
-    names = [name for name, _ in models] + [name for name, _, _ in adapters]
+    names = [name for name, _ in models] + [name for name, _, _, _ in adapters]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"model, lora: there are two {name!r}: name one with NAME=FILE")
@@ -57,16 +58,13 @@ def served_models(settings: ServerSettings) -> list[ServedModel]:
             f"model_n_ctx: no model or adapter is named {unknown[0]!r}; there are {_list(names)}"
         )
     encoders = dict(_encoder(given, models) for given in settings.mmproj)
-    if unknown := sorted(scales.keys() - {name for name, _, _ in adapters}):
-        raise ValueError(f"lora_scale: no adapter is named {unknown[0]!r}")
     out = []
     for name, path in models:
         size = sizes.get(name, settings.n_ctx)
         out.append(ServedModel(name, path, size, mmproj=encoders.get(name, "")))
-        for own, parent, file in adapters:
+        for own, parent, file, scale in adapters:
             if parent == name:
-                n_ctx, scale = sizes.get(own, size), scales.get(own, 1.0)
-                out.append(ServedModel(own, path, n_ctx, file, parent, scale=scale))
+                out.append(ServedModel(own, path, sizes.get(own, size), file, parent, scale=scale))
     return out
 
 
@@ -113,15 +111,18 @@ def _model(given: str, i: int, settings: ServerSettings) -> tuple[str, Path]:
     return name or (path if is_of_hub(given) else Path(given)).stem, path
 
 
-def _adapter(given: str, models: Sequence[tuple[str, Path]]) -> tuple[str, str, str]:
-    """Return an adapter's name, the model it is for, and its file."""
+def _adapter(given: str, models: Sequence[tuple[str, Path]]) -> tuple[str, str, str, float]:
+    """Return an adapter's name, the model it is for, its file and its strength."""
     if (named := _NAMED.fullmatch(given)) is None:
         raise ValueError(f"lora={given!r}: use NAME=FILE, or NAME=MODEL=FILE where there are several models")
-    name, file = named[1], named[2]
+    name, file, scale, parent = named[1], named[2], 1.0, models[0][0]
     for model, _ in models:
         if file.startswith(f"{model}=") and not Path(file).exists():
-            return name, model, file.removeprefix(f"{model}=")
-    return name, models[0][0], file
+            parent, file = model, file.removeprefix(f"{model}=")
+            break
+    if (scaled := _SCALED.fullmatch(file)) and not Path(file).exists():
+        file, scale = scaled[1], float(scaled[2])
+    return name, parent, file, scale
 
 
 def _encoder(given: str, models: Sequence[tuple[str, Path]]) -> tuple[str, str]:
@@ -142,16 +143,6 @@ def _sizes(given: Sequence[str]) -> dict[str, int]:
             raise ValueError(f"model_n_ctx={each!r}: use NAME=N, with tokens of that model's cache")
         sizes[name] = int(number)
     return sizes
-
-
-def _scales(given: Sequence[str]) -> dict[str, float]:
-    scales = {}
-    for each in given:
-        name, _, number = each.rpartition("=")
-        if not (name and re.fullmatch(r"-?\d{1,9}(\.\d{1,9})?", number, re.ASCII)):
-            raise ValueError(f"lora_scale={each!r}: use NAME=X, how much of the adapter: 0.5 is half of it")
-        scales[name] = float(number)
-    return scales
 
 
 def _list(names: Sequence[str]) -> str:

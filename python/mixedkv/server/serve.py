@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
+from mixedkv.doors.keys import Keys, MetricsKey
+from mixedkv.doors.metrics import Metrics
+from mixedkv.doors.tls import TLS
 from mixedkv.engine.chat import tokenizer
 from mixedkv.engine.embed.embedding_context import only_embeds
 from mixedkv.engine.engine import Engine
@@ -22,10 +25,8 @@ from mixedkv.server.app import make_app
 from mixedkv.server.delivery import Delivery
 from mixedkv.server.described import Described, description
 from mixedkv.server.engines import open_engines
-from mixedkv.server.http.auth import Keys, MetricsKey
 from mixedkv.server.http_server import HTTPServer, Served
-from mixedkv.server.listening import TLS, listen, url
-from mixedkv.server.metrics import Metrics
+from mixedkv.server.listening import listen, url
 from mixedkv.server.models import check_adapters, check_keeps, served_models
 from mixedkv.server.pools import Pools
 from mixedkv.server.router.router import Router, make_router_app
@@ -37,8 +38,8 @@ from mixedkv.server.watchdog import Watchdog
 from mixedkv.sessions import ContextCacheManager
 from mixedkv.sessions.record_codec import PLAIN, RecordCodec
 from mixedkv.sizes import parse_duration
-from mixedkv.store import KeySource, KVStore, key_from_file
-from mixedkv.store.encryption import KeyCipher
+from mixedkv.store import KVStore, key_from_file
+from mixedkv.store.encryption import KeyCipher, KeySource
 
 if TYPE_CHECKING:
     from mixedkv.server.kv_events import KVEvents
@@ -205,7 +206,11 @@ def _leave(*_: Any) -> None:
 
 def _announce(models: Sequence[Described], where: str) -> None:
     for each in reversed(models):
-        what = f"kv {each.kv}, {each.facts['n_ctx']} tokens, {each.settings.parallel} at a time"
+        what = (
+            f"kv {each.kv}, {each.facts['n_ctx']} tokens, {each.parallel or each.settings.parallel} at a time"
+        )
+        if each.size:
+            what += f", {each.size}"
         if each.parent:
             what = f"an adapter on {each.parent}, {what}"
         if not each.generates:

@@ -10,7 +10,8 @@ from functools import partial
 from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.engine import Engine
 from mixedkv.errors import ClosedError
-from mixedkv.store import KVStore, MessageInfo
+from mixedkv.store import KVStore
+from mixedkv.store.results import MessageInfo
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from mixedkv.doors.metrics import WINDOW
 from mixedkv.engine.engine import Engine
 from mixedkv.kv.stats import KVStats
-from mixedkv.server.metrics import WINDOW
 
 if TYPE_CHECKING:
     from mixedkv.server.state import ServerState

@@ -12,21 +12,22 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mixedkv import __version__
+from mixedkv.doors.keys import Keys, MetricsKey
+from mixedkv.doors.metrics import Metrics
 from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.engine import Engine
 from mixedkv.errors import QueueFullError
-from mixedkv.images import Projector
+from mixedkv.images.projector import Projector
 from mixedkv.server.api_error import ApiError, bad_request, from_engine, no_key
 from mixedkv.server.delivery import Delivery
 from mixedkv.server.described import Described
-from mixedkv.server.http.auth import Keys, MetricsKey
 from mixedkv.server.http.body_limit import DEADLINE, TENANT
-from mixedkv.server.metrics import Metrics
 from mixedkv.server.pools import LARGE, Pools
 from mixedkv.server.session_kv import SessionKV
 from mixedkv.server.settings import ServerSettings
 from mixedkv.server.watchdog import Watchdog
-from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager, Quota
+from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager
+from mixedkv.sessions.metadata import Quota
 from mixedkv.store import KVStore
 
 _FINGERPRINT = f"mixedkv-{__version__}"

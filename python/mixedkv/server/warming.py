@@ -8,14 +8,14 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from mixedkv.doors.keys import Keys
 from mixedkv.engine.answer import Answer
 from mixedkv.server.api.context import warm_job
 from mixedkv.server.api.schemas import WarmRequest
 from mixedkv.server.api_error import ApiError
-from mixedkv.server.http.auth import Keys
 from mixedkv.server.settings import ServerSettings
 from mixedkv.server.state import ServerState
-from mixedkv.sessions import explain
+from mixedkv.sessions.records import explain
 
 
 class WarmLine(WarmRequest):

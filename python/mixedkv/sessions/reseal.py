@@ -8,8 +8,7 @@ from pathlib import Path
 from mixedkv.sessions.metadata_sqlite import SQLiteMetadata
 from mixedkv.sessions.metadata_url import beside
 from mixedkv.sessions.record_codec import PLAIN, RecordCodec
-from mixedkv.store import KeySource
-from mixedkv.store.encryption import KeyCipher
+from mixedkv.store.encryption import KeyCipher, KeySource
 
 _ATTEMPTS = 16
 

@@ -14,11 +14,12 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import start_http_server
 
+from mixedkv.doors.keys import Keys
+from mixedkv.doors.metrics import Metrics
+from mixedkv.doors.tls import TLS
 from mixedkv.engine.engine import Engine
 from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import read_model_file
-from mixedkv.server.http.auth import Keys
-from mixedkv.server.metrics import Metrics
 from mixedkv.sizes import parse_duration
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import split_pb2_grpc, wire
@@ -66,7 +67,7 @@ def open_engine(settings: SplitSettings, keys: Keys, metrics: Metrics) -> Iterat
             kv=settings.kv,
             n_ctx=settings.n_ctx,
             n_batch=settings.n_batch,
-            n_seq_max=settings.parallel + settings.idle_sessions,
+            n_seq_max=settings.n_seq,
             kv_unified=True,
             n_threads=settings.threads or None,
             n_threads_batch=settings.threads or None,
@@ -97,8 +98,8 @@ async def start(
     """
     kept = None
     if settings.store:
-        age = parse_duration(settings.store_max_age) if settings.store_max_age else None
-        kept = KeptSessions(settings.store, settings.store_gb, engine, keys.disk_share, age)
+        age = parse_duration(settings.max_age) if settings.max_age else None
+        kept = KeptSessions(settings.store, settings.max_kv_size_gb, engine, keys.disk_share, age)
     server = grpc.aio.server(options=_OPTIONS)
     service = SplitService(
         engine,
@@ -149,14 +150,14 @@ def read_credentials(settings: SplitSettings) -> grpc.ServerCredentials | None:
     """Read the TLS credentials; None for a server without.
 
     Raises:
-        ValueError: a file is not PEM.
+        ValueError: a file is not PEM, or the key is not the certificate's.
         OSError: a file cannot be read.
     """
     if not settings.tls_cert:
         return None
+    TLS(settings.tls_cert, settings.tls_key)  # gRPC does not say what is wrong with them
     certificate, key = (Path(path).read_bytes() for path in (settings.tls_cert, settings.tls_key))
     ca = Path(settings.client_ca).read_bytes() if settings.client_ca else None
-    for path, data in ((settings.tls_cert, certificate), (settings.tls_key, key), (settings.client_ca, ca)):
-        if data is not None and b"-----BEGIN" not in data:
-            raise ValueError(f"{path} is not a PEM file")
+    if ca is not None and b"-----BEGIN" not in ca:
+        raise ValueError(f"{settings.client_ca} is not a PEM file")
     return grpc.ssl_server_credentials([(key, certificate)], ca, require_client_auth=ca is not None)

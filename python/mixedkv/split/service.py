@@ -13,11 +13,12 @@ from typing import Any
 import grpc
 import numpy as np
 
+from mixedkv.doors.keys import Keys
 from mixedkv.engine.batch.vector_job import VectorJob
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.jobs.events import Event, Failed
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError, RowsGoneError
-from mixedkv.server.http.auth import Keys
+from mixedkv.kv.fetched import Fetched
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import wire
 from mixedkv.split.kept_sessions import Kept, KeptSessions, Place
@@ -235,7 +236,7 @@ class SplitService:
             ids, vectors, message.n_hidden, tenant=tenant, resume=session.rows, most_cut=self._max_rollback
         )
         if kept is not None:
-            job.set_blocks(kept.blocks, kept.tier, exact=True)
+            job.fetched = Fetched(kept.blocks, kept.tier, exact=True)
         try:
             with _within(self._step_seconds, "a step took more than"):
                 hidden = await self._run(job)

@@ -10,7 +10,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from mixedkv.engine.schedule.sequence import Sequence
+from mixedkv.start.sequence import Sequence
 
 
 @dataclass(slots=True)

@@ -9,21 +9,19 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from mixedkv import _core
 from mixedkv.config import KVSetting, parse_kv
 from mixedkv.config.row_types import COLD_TYPES
 from mixedkv.ids import check_tenant
+from mixedkv.kv.row_source import RowSource
 from mixedkv.model.fingerprint import FileKey, adapter_fingerprint, fingerprint, model_header, model_parts
 from mixedkv.model.gguf_file import ModelFile, file_stamp
 
-if TYPE_CHECKING:
-    from mixedkv.llama import Llama
-
 FORMAT_VERSION = 1
-_PARTS: WeakKeyDictionary[Llama, tuple[FileKey, ...]] = WeakKeyDictionary()  # as they were at first
+_PARTS: WeakKeyDictionary[RowSource, tuple[FileKey, ...]] = WeakKeyDictionary()  # as they were at first
 _ROPE = (
     "rope_scaling_type",
     "rope_freq_base",
@@ -53,7 +51,7 @@ class Identity:
     label: str = field(default="", compare=False)
 
     @classmethod
-    def of(cls, llm: Llama, *, tenant: str = "", full_hash: bool = False, extra: str = "") -> Identity:
+    def of(cls, llm: RowSource, *, tenant: str = "", full_hash: bool = False, extra: str = "") -> Identity:
         """Return the identity of the KV that a `Llama` computes now.
 
         It covers the model file (all parts), metadata overrides, the adapter and its scale, RoPE settings,
@@ -112,7 +110,7 @@ class Identity:
         return _whole(self.facts.get("sliding_window", 0))
 
 
-def _context(llm: Llama, file: ModelFile) -> dict[str, Any]:
+def _context(llm: RowSource, file: ModelFile) -> dict[str, Any]:
     params = llm.context_params
     facts = {
         name: getattr(params, name) for name in (*_ROPE, "flash_attn_type", "attention_type", "swa_full")
@@ -125,29 +123,29 @@ def _context(llm: Llama, file: ModelFile) -> dict[str, Any]:
     return {**facts, "beyond_training": bool(trained) and n_ctx > trained}
 
 
-def _equalization(llm: Llama) -> dict[str, Any]:
+def _equalization(llm: RowSource) -> dict[str, Any]:
     """Return the scales of K. Machines that round them differently cannot use each other's rows."""
     scales = [layer.equalization for layer in llm.kv.layers]
     return {"equalization": scales} if any(scales) else {}
 
 
-def _rotation(llm: Llama) -> dict[str, Any]:
+def _rotation(llm: RowSource) -> dict[str, Any]:
     """Return whether llama.cpp was told not to rotate quantised rows: then other values are rounded."""
     quantised = any(kind in COLD_TYPES for layer in llm.kv.layers for kind in (layer.type_k, layer.type_v))
     return {"unrotated": True} if quantised and llm.rotation_disabled else {}
 
 
-def _overrides(llm: Llama) -> list[list[str]]:
+def _overrides(llm: RowSource) -> list[list[str]]:
     return sorted([key, type(value).__name__, repr(value)] for key, value in (llm.kv_overrides or {}).items())
 
 
-def _adapters(llm: Llama, full_hash: bool) -> list[list[Any]]:
+def _adapters(llm: RowSource, full_hash: bool) -> list[list[Any]]:
     if not llm.lora_path:
         return []
     return [[adapter_fingerprint(llm.lora_path, full_hash=full_hash), float(llm.lora_scale)]]
 
 
-def _check_files(llm: Llama) -> None:
+def _check_files(llm: RowSource) -> None:
     """Check that the model's files are still those that were loaded; called after they were hashed."""
     parts = model_parts(llm.model_path)
     stamps = [(llm.model_path, llm._model_stamp), (llm.lora_path, llm._lora_stamp)]

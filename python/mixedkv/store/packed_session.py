@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from mixedkv.kv.block import KVBlock
 from mixedkv.kv.evaluate_again import Rows, evaluate_again
+from mixedkv.kv.row_source import RowSource
 from mixedkv.store.formats.packed import Array
 from mixedkv.store.formats.packed_block import Rotary, block_from_packed
-
-if TYPE_CHECKING:
-    from mixedkv.llama import Llama
 
 _CHECKED = 8  # tokens to evaluate at the beginning and at the end
 _SAME_MODEL = (
@@ -27,7 +25,7 @@ _SAMPLE = 72  # tokens: where a tenth of all are wrong, one of these is with 9,9
 
 
 def load_packed(
-    llm: Llama,
+    llm: RowSource,
     layers: Sequence[tuple[Array, Array]],
     tokens: npt.ArrayLike,
     *,
@@ -84,7 +82,7 @@ def load_packed(
     return off
 
 
-def _check_sample(llm: Llama, block: KVBlock) -> None:
+def _check_sample(llm: RowSource, block: KVBlock) -> None:
     """Evaluate a random sample of a block's tokens again.
 
     Raises:
@@ -105,7 +103,7 @@ def _check_sample(llm: Llama, block: KVBlock) -> None:
                 )
 
 
-def _difference(llm: Llama, block: KVBlock) -> float:
+def _difference(llm: RowSource, block: KVBlock) -> float:
     n = len(block)
     begin = min(_CHECKED // 2, n)
     spans = [(0, begin)] + ([(max(begin, n - _CHECKED // 2), n)] if n > begin else [])

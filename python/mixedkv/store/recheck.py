@@ -11,17 +11,15 @@ import random
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from mixedkv.kv.block import KVBlock
 from mixedkv.kv.evaluate_again import Again, Span
+from mixedkv.kv.row_source import RowSource
 from mixedkv.store.entries import Entries
 from mixedkv.store.identity import Identity
 from mixedkv.store.results import Link, Match
 from mixedkv.store.tally import Tally
-
-if TYPE_CHECKING:
-    from mixedkv.llama import Llama
+from mixedkv.tokens import Tokens
 
 _LOG = logging.getLogger("mixedkv.store")
 _SPAN = 4  # tokens of an entry to evaluate again
@@ -42,6 +40,11 @@ class Doubt:
     match: Match
     spans: list[Span] = field(default_factory=list)
     links: list[Link] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> Tokens:
+        """All tokens of the match."""
+        return self.match.tokens
 
     def settle(self, again: Again) -> str:
         """Settle the doubt as `Recheck.settle` does."""
@@ -68,7 +71,7 @@ class Recheck:
     def believe(self, entries: Iterable[str]) -> None:
         self._believed.update(entries)
 
-    def doubt(self, match: Match, llm: Llama) -> Doubt:
+    def doubt(self, match: Match, llm: RowSource) -> Doubt:
         """Return the tokens to evaluate again before a match is believed; empty if it is believed."""
         links = [link for link in match.links if link.entry not in self._believed] if self.on else []
         return self._spans(match, links, llm)
@@ -85,7 +88,7 @@ class Recheck:
         """
         return self._entries.read(match, note=False)[0]
 
-    def sample(self, match: Match, llm: Llama) -> Doubt:
+    def sample(self, match: Match, llm: RowSource) -> Doubt:
         """Return tokens of a random entry of a match to evaluate again, also if the match is believed
         already.
         """
@@ -112,7 +115,7 @@ class Recheck:
                 self._entries.remove(link.entry)
         return wrong[0][1]
 
-    def _spans(self, match: Match, links: Sequence[Link], llm: Llama) -> Doubt:
+    def _spans(self, match: Match, links: Sequence[Link], llm: RowSource) -> Doubt:
         """Choose some tokens of each entry: of the last one its end, where the F16 window is whole."""
         rule, n = llm.kv.cut_rule, match.n_tokens
         if rule.recurrent:  # a recurrent state cannot be cut

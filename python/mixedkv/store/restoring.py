@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from mixedkv.store import live_sequence
+from mixedkv.kv.fetched import Fetched, WrongRowsError
+from mixedkv.kv.row_source import RowSource
 from mixedkv.store.entries import Entries
 from mixedkv.store.entry_error import EXPLAINED, EntryError, Reason
 from mixedkv.store.identity import Identity
@@ -12,9 +13,6 @@ from mixedkv.store.recheck import Recheck
 from mixedkv.store.results import Match, Restored
 from mixedkv.store.tally import Tally
 from mixedkv.tokens import Tokens
-
-if TYPE_CHECKING:
-    from mixedkv.llama import Llama
 
 _TRIES = 16  # entries that cannot be read before a restore gives up
 
@@ -40,7 +38,9 @@ class Restorer:
     def __init__(self, find: Found, entries: Entries, recheck: Recheck, tally: Tally) -> None:
         self._find, self._entries, self._recheck, self._tally = find, entries, recheck, tally
 
-    def restore(self, llm: Llama, tokens: Tokens, seq: int, identity: Identity, exact_only: bool) -> Restored:
+    def restore(
+        self, llm: RowSource, tokens: Tokens, seq: int, identity: Identity, exact_only: bool
+    ) -> Restored:
         """Replace the contents of a sequence, as `KVStore.restore` does."""
         missed: Restored | None = None
         for _ in range(_TRIES):
@@ -49,9 +49,7 @@ class Restorer:
                 return missed or self.missed(EntryError(reason, EXPLAINED.get(reason, "")))
             try:
                 blocks, tier = self._entries.read(match)
-                live_sequence.load(llm, blocks, seq)
-                if live_sequence.recheck(llm, seq, match, self._recheck):
-                    live_sequence.load(llm, blocks, seq)
+                self._load(llm, seq, Fetched(blocks, tier, match.exact, self._recheck.doubt(match, llm)))
             except EntryError as error:
                 missed = self.missed(error)
                 if error.reason in ("refused", "index"):
@@ -64,6 +62,16 @@ class Restorer:
                 )
         assert missed is not None
         return missed
+
+    def _load(self, llm: RowSource, seq: int, fetched: Fetched) -> None:
+        llm.kv.remove(seq)
+        try:
+            while not fetched.is_loaded:
+                fetched.advance(llm.kv, seq)
+        except WrongRowsError as error:
+            raise EntryError("wrong", str(error)) from error
+        except (ValueError, LookupError) as error:
+            raise EntryError("refused", str(error)) from error
 
     def missed(self, error: EntryError) -> Restored:
         self._tally.miss(error.reason)

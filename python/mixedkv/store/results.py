@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.card import card, rows_of
-from mixedkv.kv.stats import format_bytes
+from mixedkv.sizes import format_bytes
 from mixedkv.store.identity import Identity
 
 Tier = Literal["ram", "disk", "remote", "none"]
@@ -94,6 +94,9 @@ class Saved:
     nbytes: int
     seconds: float
     reason: str = ""
+
+
+NOTHING_SAVED = Saved(entry="", n_tokens=0, n_stored=0, nbytes=0, seconds=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy.typing as npt
 
 from mixedkv.card import card, rows_of
 from mixedkv.ids import check_session_id, check_tenant
 from mixedkv.kv.block import KVBlock
+from mixedkv.kv.row_source import RowSource, check_sequence, exact_tokens, known_tokens
 from mixedkv.kv.truth import NAMES
 from mixedkv.sizes import GB, size_of
-from mixedkv.store import coverage, live_sequence
+from mixedkv.store import coverage
 from mixedkv.store.encryption import PLAIN_ENTRIES, Cipher, KeyCipher, KeySource, PlainCipher, check_key_id
 from mixedkv.store.entries import Entries, ParentGoneError, TooLargeError, store_root
 from mixedkv.store.entry_error import EntryError, Reason
@@ -30,6 +31,7 @@ from mixedkv.store.remote.shared_entries import SharedEntries
 from mixedkv.store.remote.tier import RemoteTier
 from mixedkv.store.restoring import Restorer
 from mixedkv.store.results import (
+    NOTHING_SAVED,
     EntryInfo,
     GCResult,
     Match,
@@ -43,9 +45,6 @@ from mixedkv.store.results import (
 from mixedkv.store.session_rows import SessionRemovedError
 from mixedkv.store.tally import Tally
 from mixedkv.tokens import Tokens, as_tokens
-
-if TYPE_CHECKING:
-    from mixedkv.llama import Llama
 
 _LOG = logging.getLogger("mixedkv.store")
 
@@ -233,7 +232,7 @@ class KVStore:
 
     def restore(
         self,
-        llm: Llama,
+        llm: RowSource,
         tokens: npt.ArrayLike,
         seq: int = 0,
         *,
@@ -260,7 +259,7 @@ class KVStore:
         """
         begin = time.perf_counter()
         wanted = as_tokens(tokens)[:max_tokens]
-        live_sequence.check_sequence(llm, seq)
+        check_sequence(llm, seq)
         check_tenant(tenant)
         try:
             identity = identity or Identity.of(llm, tenant=tenant)
@@ -323,7 +322,7 @@ class KVStore:
 
     def save(
         self,
-        llm: Llama,
+        llm: RowSource,
         tokens: npt.ArrayLike | None = None,
         seq: int = 0,
         *,
@@ -353,63 +352,83 @@ class KVStore:
             UnsupportedModelError: the model keeps more than rows of tokens.
         """
         begin = time.perf_counter()
-        live_sequence.check_sequence(llm, seq)
-        wanted = as_tokens(live_sequence.known_tokens(llm, seq) if tokens is None else tokens)
+        check_sequence(llm, seq)
+        wanted = as_tokens(known_tokens(llm, seq) if tokens is None else tokens)
         if not len(wanted):
             raise ValueError("tokens is empty: give one token or more")
         if session is not None:
             check_session_id(session)
         identity = identity or Identity.of(llm, tenant=tenant)
-        wanted = wanted[: live_sequence.exact_tokens(llm, wanted, seq)]
-        entry, block, reason = "", None, ""
+        wanted = wanted[: exact_tokens(llm, wanted, seq)]
+
+        def export(p0: int, p1: int) -> KVBlock:
+            return llm.kv.export(seq, p0, p1, wanted[p0:p1])
+
+        saved, reason = NOTHING_SAVED, "none of the rows are what evaluating the tokens from the start gives"
         try:
             if len(wanted):
-                entry, block = self._save(llm, wanted, seq, identity, session)
-            else:
-                reason = "none of the rows are what evaluating the tokens from the start gives"
-        except (ParentGoneError, SessionRemovedError, TooLargeError, _NotUsableError, OSError) as error:
+                saved = self.keep(identity, wanted, export, session=session)
+                reason = saved.reason
+        except (ParentGoneError, SessionRemovedError, TooLargeError, OSError) as error:
             reason = str(error)
+        if reason and len(wanted):
             _LOG.warning("%d tokens could not be stored: %s", len(wanted), reason)
-        return Saved(
-            entry=entry,
-            n_tokens=len(wanted),
-            n_stored=len(block) if block else 0,
-            nbytes=block.nbytes if block else 0,
-            seconds=time.perf_counter() - begin,
-            reason=reason,
-        )
+        seconds = time.perf_counter() - begin
+        return replace(saved, n_tokens=len(wanted), seconds=seconds, reason=reason)
 
-    def _save(
+    def keep(
         self,
-        llm: Llama,
-        tokens: Tokens,
-        seq: int,
         identity: Identity,
-        session: str | None,
-        again: bool = True,
-    ) -> tuple[str, KVBlock | None]:
-        n = len(tokens)
-        match, _ = self._entries.find(identity, tokens, exact_only=False)
-        whole = match if match is not None and match.n_tokens == n and match.computed else None
-        if whole is not None and whole.exact:
-            return self._join(whole, session), None
-        parent = worth_building_on(match, coverage.window_begin(identity, n))
-        p0 = parent.n_tokens if parent else 0
-        block = llm.kv.export(seq, p0, n, tokens[p0:])
-        worth = coverage.verdict_of_end(identity, coverage.of_block(block), p0, n)
-        if whole is not None and worth != "exact":
-            return self._join(whole, session), None
-        if worth == "unusable" and identity.recurrent:
-            raise _NotUsableError(
-                "nothing could go on from it: the recurrent layers have no state of that position any more"
-            )
-        try:
-            entry, stored = self._put(identity, block, parent, session)
-        except ParentGoneError:  # evicted between finding and storing
-            if not again:
-                raise
-            return self._save(llm, tokens, seq, identity, session, again=False)
-        return entry, block if stored else None
+        tokens: Tokens,
+        export: Callable[[int, int], KVBlock | None],
+        *,
+        session: str | None = None,
+        most: int | None = None,
+    ) -> Saved:
+        """Store what is not stored yet of a sequence, or not as exactly.
+
+        Args:
+            identity: what it was computed under.
+            tokens: all of its tokens; at least one.
+            export: copies the rows at [p0, p1) out of the cache; None where they have gone.
+            session: the session that the tokens belong to.
+            most: store blocks of so many tokens, each of which builds on the one before; None makes one.
+
+        Returns:
+            What was stored; `n_tokens` of the tokens are in the store now.
+
+        Raises:
+            LookupError, ValueError, OSError: as in `put`.
+        """
+        n, window, begin, saved = len(tokens), coverage.window_begin(identity, len(tokens)), -1, NOTHING_SAVED
+        for attempt in itertools.count():
+            match, _ = self._entries.find(identity, tokens, exact_only=False)
+            whole = match if match is not None and match.n_tokens == n and match.computed else None
+            if whole is not None and whole.exact:
+                return replace(saved, entry=self._join(whole, session), n_tokens=n)
+            parent = worth_building_on(match, window)
+            p0 = parent.n_tokens if parent else 0
+            # the last block has the whole F16 window
+            p1 = n if most is None or p0 + most > window else p0 + most
+            if p0 <= begin or (block := export(p0, p1)) is None:  # removed meanwhile, or the budget is small
+                return replace(saved, n_tokens=p0)
+            worth = coverage.verdict_of_end(identity, coverage.of_block(block), p0, p1)
+            if p1 == n and whole is not None and worth != "exact":
+                return replace(saved, entry=self._join(whole, session), n_tokens=n)
+            if p1 == n and worth == "unusable" and identity.recurrent:
+                return replace(saved, entry="", n_tokens=p0, reason=_NO_STATE)
+            try:
+                entry, is_new = self._put(identity, block, parent, session)
+            except ParentGoneError:  # evicted between finding and storing
+                if attempt:
+                    raise
+                continue
+            begin = p0
+            n_new, nbytes = (len(block), block.nbytes) if is_new else (0, 0)
+            saved = replace(saved, entry=entry, n_stored=saved.n_stored + n_new, nbytes=saved.nbytes + nbytes)
+            if p1 == n:
+                break
+        return replace(saved, n_tokens=n)
 
     def _join(self, match: Match, session: str | None) -> str:
         if session is not None:
@@ -495,8 +514,7 @@ class KVStore:
         )
 
 
-class _NotUsableError(ValueError):
-    """The block has rows alone, and the model cannot continue from rows alone."""
+_NO_STATE = "nothing could go on from it: the recurrent layers have no state of that position any more"
 
 
 def _check_number(field: str, value: float) -> float:

@@ -13,7 +13,8 @@ import llama_cpp
 from mixedkv import _core
 from mixedkv.config import KVSetting
 from mixedkv.errors import UnsupportedModelError
-from mixedkv.model.footprint import footprint, model_shape
+from mixedkv.model.fit import compute_bytes
+from mixedkv.model.footprint import Sliding, footprint, model_shape
 from mixedkv.model.gguf_file import ModelFile, n_layers
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.memory import memory_room, own_memory
@@ -183,11 +184,12 @@ def plan_streaming(
     room = _room(memory)
     n_ctx = context["n_ctx"] or int(file.get("context_length", 0))
     if "n_batch" not in context and "n_ubatch" not in context:
-        n = next((n for n in _BATCHES if 10 * _compute_bytes(file, n, n_ctx) <= room), _BATCHES[-1])
+        n = next((n for n in _BATCHES if 10 * compute_bytes(file, n, n_ctx) <= room), _BATCHES[-1])
         n = min(n, n_ctx or n)
         context.update(n_batch=n, n_ubatch=n)
     n_ubatch = min(context.get("n_ubatch", 512), context.get("n_batch", 512))
-    taken = _cache_bytes(file, setting, n_ctx, context) + _compute_bytes(file, n_ubatch, n_ctx) + _SLACK
+    sliding = Sliding(full=bool(context.get("swa_full")), n_ubatch=n_ubatch)
+    taken = context_bytes(file, setting, n_ctx, context["n_seq_max"], sliding) + _SLACK
     if sizes.routed:
         return _beside_experts(file, sizes, asked, room - taken)
     layers = choose_layers(sizes, "auto" if asked is None else asked, room - taken)
@@ -221,18 +223,23 @@ def _room(memory: int | str | None) -> int:
     return left
 
 
-def _cache_bytes(file: ModelFile, setting: KVSetting, n_ctx: int, context: dict[str, Any]) -> int:
+def memory_beside(memory: int | str | None, n_bytes: int) -> int:
+    """Return the `memory` of a `Llama` that leaves `n_bytes` of its process's memory to something else.
+
+    Raises:
+        ValueError: as `plan_streaming`.
+    """
+    return max(0, own_memory() + _room(memory) - n_bytes)
+
+
+def context_bytes(file: ModelFile, setting: KVSetting, n_ctx: int, n_seq: int, sliding: Sliding) -> int:
+    """Estimate the memory of a context: its cache and its compute buffers.
+
+    Raises:
+        UnsupportedModelError: the size of the model's cache is not known.
+    """
     try:
-        return footprint(model_shape(file), setting, n_ctx, context["n_seq_max"]).bytes
+        cache = footprint(model_shape(file), setting, n_ctx, n_seq, sliding).bytes
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"memory for its KV cache is not known: {error}") from None
-
-
-def _compute_bytes(file: ModelFile, n_ubatch: int, n_ctx: int) -> int:
-    """Estimate the bytes of compute buffers: F32 activations of a micro-batch, its mask, and the logits of
-    some tokens.
-    """
-    n_ff = file.get("feed_forward_length", 0)  # of each layer, where they differ
-    width, n_ff = int(file.get("embedding_length", 0)), max(n_ff) if isinstance(n_ff, list) else int(n_ff)
-    n_vocab = int(file.get("vocab_size", 32768))
-    return 4 * n_ubatch * (8 * width + 3 * n_ff + n_ctx) + 4 * 64 * n_vocab
+    return cache + compute_bytes(file, sliding.n_ubatch, n_ctx)

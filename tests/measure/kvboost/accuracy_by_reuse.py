@@ -16,8 +16,9 @@ from random import Random
 from kvboost_peer import KVBoost
 
 from mixedkv import Llama
-from mixedkv.chunks import ChunkCache, Method
+from mixedkv.chunks import ChunkCache
 from mixedkv.chunks.deviation import follow
+from mixedkv.chunks.repair import Method
 from mixedkv.model.named_model import find_model
 from mixedkv.store import KVStore
 from mixedkv.tokens import Tokens, as_tokens

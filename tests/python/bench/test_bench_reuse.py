@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mixedkv.chunks import Calibration, ChunkCache, Measured
-from mixedkv.chunks.calibration import name_of, place
+from mixedkv.chunks import ChunkCache
+from mixedkv.chunks.calibration import Calibration, Measured, name_of, place
 from mixedkv.cli.main import main
 from mixedkv.llama import Llama
 from mixedkv.store import Identity, KVStore

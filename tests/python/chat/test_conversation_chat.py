@@ -233,7 +233,7 @@ from mixedkv.store import KVStore
 
 folder, n_done, messages = sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
 with t.open_llama(sys.argv[5]) as llm, KVStore(folder) as store:
-    cache = MessageCache(llm, store, index=folder + "/messages")
+    cache = MessageCache(llm, store)
     for question in t.QUESTIONS[n_done : n_done + 3]:
         result = cache.chat(messages, **t.GREEDY)
         messages += [result.message, t.user(question)]

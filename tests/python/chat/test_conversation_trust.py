@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,8 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.chat import MessageCache
-from mixedkv.sessions import (
-    CacheSessionMetadata,
-    ContextCacheManager,
-    CreateCacheResponse,
-    CreateContextCacheRequest,
-)
+from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager, CreateContextCacheRequest
+from mixedkv.sessions.records import CreateCacheResponse
 from mixedkv.store import Identity, KVStore
 from support.conversation_support import (
     GREEDY,
@@ -260,17 +255,6 @@ def test_a_damaged_store_costs_time_only(tmp_path: Path) -> None:
         assert result.content == right.content
 
 
-def test_a_message_index_that_fails_is_said_and_answered(llm: Llama, store: KVStore, tmp_path: Path) -> None:
-    cache = MessageCache(llm, store, index=tmp_path / "messages")
-    messages, _ = converse(cache, 1)
-    with sqlite3.connect(tmp_path / "messages") as db:
-        db.execute("DROP TABLE messages")
-    result = cache.chat(messages, **GREEDY)
-    assert result.content
-    assert result.usage.cached_tokens > 0
-    assert "message index" in result.usage.reason
-
-
 def test_what_cannot_be_stored_is_said_and_answered(llm: Llama) -> None:
     with KVStore(None, max_ram_bytes=1000) as store:
         result = MessageCache(llm, store).chat([journal()], **GREEDY)
@@ -322,7 +306,7 @@ def test_bad_messages(cache: MessageCache, messages: Any, message: str) -> None:
     assert len(str(error.value)) < 500
 
 
-def test_bad_values(llm: Llama, store: KVStore, cache: MessageCache, tmp_path: Path) -> None:
+def test_bad_values(llm: Llama, store: KVStore, cache: MessageCache) -> None:
     with pytest.raises(ValueError, match="message_id"):
         cache.chat([journal()], message_id="a/b")
     with pytest.raises(ValueError, match="message_id"):
@@ -333,15 +317,6 @@ def test_bad_values(llm: Llama, store: KVStore, cache: MessageCache, tmp_path: P
         MessageCache(llm, store, session="../x")
     with pytest.raises(ValueError, match="tenant"):
         MessageCache(llm, store, tenant="a/b")
-    (tmp_path / "text").write_text("no database" * 1000)
-    with pytest.raises(ValueError, match="not a message index"):
-        MessageCache(llm, store, index=tmp_path / "text")
-    with sqlite3.connect(tmp_path / "newer") as db:
-        db.execute("PRAGMA user_version = 99")
-    with pytest.raises(ValueError, match="upgrade mixedkv"):
-        MessageCache(llm, store, index=tmp_path / "newer")
-    with pytest.raises(OSError, match="cannot be opened"):
-        MessageCache(llm, store, index=tmp_path / "no" / "folder")
 
 
 def test_sliding_windows_are_cut_where_they_are_whole(zoo_path: Callable[[str], Path]) -> None:

@@ -14,11 +14,11 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.chat import ChatResult, MessageCache
-from mixedkv.chat.window import Window
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.close_gap import close_gap
+from mixedkv.prompts.overflow import budget
+from mixedkv.start.lone import LoneSequence
 from mixedkv.store import Identity, KVStore
-from mixedkv.store.live_prefix import reuse_prefix
 from support.conversation_support import Message, empty, user
 
 SIZE, SINKS = 448, 8
@@ -99,7 +99,8 @@ def test_a_long_chat_goes_on(llm: Llama, store: KVStore, caplog: pytest.LogCaptu
     assert dropped == sorted(dropped)
     grown = [n for n in np.diff(dropped) if n]
     assert min(grown) >= (SIZE - SINKS) // 4
-    assert max(grown) < (SIZE - SINKS) // 4 + n_tokens(llm, messages[-2:])  # a message goes as a whole
+    # a message goes as a whole, and what the new one is too long goes too
+    assert max(grown) < (SIZE - SINKS) // 4 + 2 * n_tokens(llm, messages[-2:])
     records = [record for record in caplog.records if "is full" in record.message]
     assert len(records) == len(grown)
     assert all(word not in caplog.text for word in messages[0]["content"].split() if len(word) > 5)
@@ -130,11 +131,10 @@ def test_a_shifted_sequence_is_stored_and_reused_as_nothing_else(llm: Llama, sto
     match = store.find(Identity.of(llm), held)
     assert match is None or match.n_tokens <= SINKS
     # Read as a plain prompt, only the first tokens of it are what they seem.
-    window = Window(llm, SINKS)
-    assert window.dropped > 0
     with KVStore(None) as other:
-        options = {"n_plain": window.whole, "exact_live": False, "exact_stored": False}
-        assert reuse_prefix(llm, other, Identity.of(llm), held, **options).n_tokens <= SINKS
+        sequence = LoneSequence(llm, other, Identity.of(llm), "chat", untouched=True, sinks=SINKS)
+        assert sequence.n_dropped > 0
+        assert sequence.start(held, exact_live=False, exact_stored=False).n_tokens <= SINKS
 
 
 def test_two_caches_on_one_llama_know_of_the_shift(llm: Llama, store: KVStore) -> None:
@@ -166,14 +166,14 @@ def test_a_long_chat_in_another_process_begins_with_what_fits(llm: Llama, store:
         cache = MessageCache(llm, other, attention_sink_tokens=SINKS)
         messages.append(note(90))
         usage = cache.chat(messages, **GREEDY).usage
-        budget = Window(llm, SINKS).budget
-        assert budget - 60 < usage.evaluated_tokens <= budget < SIZE
-        assert usage.dropped_tokens >= usage.prompt_tokens - budget
+        left = budget(SIZE, SINKS)
+        assert left - 60 < usage.evaluated_tokens <= left < SIZE
+        assert usage.dropped_tokens >= usage.prompt_tokens - left
         assert not usage.exact
         assert not other.entries()
         # from here on it goes on as any other
         messages += [{"role": "assistant", "content": "I have noted that."}, note(91)]
-        assert cache.chat(messages, **GREEDY).usage.evaluated_tokens < 0.3 * budget
+        assert cache.chat(messages, **GREEDY).usage.evaluated_tokens < 0.3 * left
 
 
 def test_a_message_longer_than_the_context(llm: Llama, store: KVStore) -> None:

@@ -15,8 +15,9 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.chat import MessageCache
-from mixedkv.chunks import ChunkCache, Method, UncalibratedWarning
+from mixedkv.chunks import ChunkCache, UncalibratedWarning
 from mixedkv.chunks.deviation import compare, follow, last_logits
+from mixedkv.chunks.repair import Method
 from mixedkv.errors import ContextLengthError, UnsupportedModelError
 from mixedkv.store import Identity, KVStore
 from mixedkv_bench.harness.reuse_cases import Case, CaseMaker

@@ -1,118 +1,89 @@
-"""What works with `llama_cpp.Llama` and once did not with ours."""
+"""`mixedkv.Llama` in the place of `llama_cpp.Llama`: llama-cpp-python's own tests, from its sources."""
 
 from __future__ import annotations
 
-import os
-import signal
-import weakref
+import re
+import subprocess
+import sys
+import tarfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import llama_cpp
 import pytest
-from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+import tomllib
 
 from mixedkv import Llama
-from mixedkv.errors import ClosedError
-from support.patience import PATIENCE
+from mixedkv.bundled import model_path
 
-OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_threads": 2, "verbose": False}
-TOKENS = [3 + i * 7 % 90 for i in range(120)]
+ROOT = Path(__file__).parents[3]
+OTHER_MODEL = "test_real_model", "test_real_llama", "test_real_llama_repeated_prompt_cache"  # the text of one
+CONFTEST = """
+import sys, types
+import numpy as np
+import llama_cpp
+import mixedkv
 
-
-def greedy(llm: Llama, prompt: list[int], n: int = 8) -> list[int]:
-    made = llm.generate(prompt, temp=0.0, repeat_penalty=1.0)
-    return [next(made) for _ in range(n)]
-
-
-def test_vectors_of_a_list_are_those_of_each_text(zoo_path: Callable[[str], Path]) -> None:
-    with Llama(zoo_path("llama-64"), embedding=True, **OPTIONS) as llm:
-        texts = ["ab", "abc", "bca"]
-        together, n = llm.embed(texts, return_count=True)
-        alone = [llm.embed(text, return_count=True) for text in texts]
-    assert n == sum(count for _, count in alone)
-    for vectors, (wanted, _) in zip(together, alone, strict=True):
-        assert np.array_equal(vectors, wanted)
+MODELS = {models!r}
+hub = types.ModuleType("huggingface_hub")
+hub.hf_hub_download = lambda repo, name: MODELS[repo]
+special = types.ModuleType("scipy.special")
+special.log_softmax = lambda x, axis=None: x - np.log(np.exp(x).sum(axis=axis, keepdims=True))
+sys.modules.update({{"huggingface_hub": hub, "scipy": types.ModuleType("scipy"), "scipy.special": special}})
+llama_cpp.Llama = mixedkv.Llama
+"""
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_evaluates(zoo_path: Callable[[str], Path]) -> None:
-    with Llama(zoo_path("llama-64"), **OPTIONS) as llm:
-        wanted = greedy(llm, TOKENS[:20])
-        llm.eval(TOKENS[:20])
-        child = os.fork()
-        if child == 0:
-            signal.alarm(int(PATIENCE))
-            status = 1
-            try:
-                status = 0 if greedy(llm, TOKENS[:20]) == wanted else 2
-                llm.close()
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
-        assert greedy(llm, TOKENS[:20]) == wanted  # the parent's threads are still there
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution that the package is built from, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    version = tomllib.loads((ROOT / "vendor" / "pin.toml").read_text())["version"]
+    name = f"llama_cpp_python-{version}"
+    given = next((ROOT / "build").glob(f"**/{name}.tar.gz"), None)
+    if given is None:
+        pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation"]
+        pip += ["--no-binary", ":all:", "--retries", "0", "-d", str(folder), f"llama-cpp-python=={version}"]
+        done = subprocess.run(pip, capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode:
+            pytest.skip(f"pip cannot download {name}: {done.stderr.strip().splitlines()[-1]}")
+        given = folder / f"{name}.tar.gz"
+    with tarfile.open(given) as archive:
+        wanted = re.compile(rf"{re.escape(name)}/(tests/.*|vendor/llama\.cpp/models/ggml-vocab-.*)")
+        archive.extractall(folder, [x for x in archive if wanted.fullmatch(x.name)], filter="data")
+    return folder / name
 
 
-def test_the_last_reference_frees(zoo_path: Callable[[str], Path]) -> None:
-    llm = Llama(zoo_path("llama-64"), **OPTIONS)
-    llm.eval(TOKENS)
-    kv, alive = llm.kv, weakref.ref(llm)
-    del llm
-    assert alive() is None
-    with pytest.raises(ClosedError, match=r"are gone\. Keep the Llama itself \(llm = Llama\(\.\.\.\)\)"):
-        kv.stats()
+def test_its_own_tests_pass(source: Path, zoo_path: Callable[[str], Path]) -> None:
+    models = {
+        "ggml-org/models": str(model_path()),
+        "CompendiumLabs/bge-small-en-v1.5-gguf": str(zoo_path("bert")),
+        "QuantFactory/mamba-130m-hf-GGUF": str(zoo_path("mamba")),
+        "tiiuae/Falcon-H1-Tiny-90M-Instruct-GGUF": str(zoo_path("falcon-h1")),
+    }
+    (source / "conftest.py").write_text(CONFTEST.format(models=models))
+    pytest_ = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
+    for name in OTHER_MODEL:
+        pytest_ += ["--deselect", f"tests/test_llama.py::{name}"]
+    done = subprocess.run(pytest_, cwd=source, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert int(re.findall(r"(\d+) passed", done.stdout)[-1]) >= 23
 
 
-def test_ctrl_c_while_a_sampler_is_freed_ends_a_completion(zoo_path: Callable[[str], Path]) -> None:
-    """In the `__del__` of the one before, Python would print it and go on."""
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    with Llama(zoo_path("llama-64"), **OPTIONS) as llm:
-        greedy(llm, TOKENS[:20])
-        llm._sampler._exit_stack.callback(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            greedy(llm, TOKENS[:20])
-        assert len(greedy(llm, TOKENS[:20])) == 8
+def test_it_can_replace_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As programs on top of llama_cpp are switched over."""
+    monkeypatch.setattr(llama_cpp, "Llama", Llama)
+    with llama_cpp.Llama(str(model_path()), n_ctx=64, n_batch=32, verbose=False) as llm:
+        assert isinstance(llm, Llama)
+        assert llm("A journal", max_tokens=2)["choices"][0]["text"]
 
 
-def test_drafts_may_be_longer_than_a_micro_batch(zoo_path: Callable[[str], Path]) -> None:
-    answers = []
-    for n_ubatch in (64, 4):
-        draft = LlamaPromptLookupDecoding(max_ngram_size=2, num_pred_tokens=10)
-        options = {**OPTIONS, "n_batch": 64, "n_ubatch": n_ubatch}
-        with Llama(zoo_path("llama-64"), kv="f16", draft_model=draft, logits_all=True, **options) as llm:
-            answers.append(greedy(llm, TOKENS[:30] * 3, 24))
-    assert answers[0] == answers[1]
-
-
-@pytest.mark.parametrize("kv", ["f16", "q8_0", "mixed:threshold=16,group=8"])
-def test_a_refused_state_leaves_nothing(kv: str, zoo_path: Callable[[str], Path]) -> None:
-    path = zoo_path("llama-64")
-    with Llama(path, kv=kv, **OPTIONS) as llm, Llama(path, kv="q4_0", **OPTIONS) as other:
-        other.eval(TOKENS)
-        state, wanted = other.save_state(), greedy(llm, TOKENS[:50])
-        with pytest.raises(RuntimeError):
-            llm.load_state(state)
-        assert (llm.n_tokens, llm.kv.positions(0), llm.kv.used) == (0, (-1, -1), 0)
-        assert greedy(llm, TOKENS[:50]) == wanted
-
-
-@pytest.mark.parametrize("flash_attn", [False, True])
-def test_a_damaged_state_spoils_no_later_prompt(flash_attn: bool, zoo_path: Callable[[str], Path]) -> None:
-    options = {**OPTIONS, "flash_attn": flash_attn}
-    with Llama(zoo_path("llama-64"), kv="f16", **options) as llm:
-        wanted = greedy(llm, TOKENS[:50])
-        llm.reset()
-        llm.eval(TOKENS)
-        state = llm.save_state()
-        damaged = bytearray(state.llama_state)
-        damaged[-4096:] = b"\xff" * 4096  # F16 NaN
-        state.llama_state = bytes(damaged)
-        with pytest.raises(RuntimeError, match="no numbers"):
-            llm.load_state(state)
-        assert llm.n_tokens == 0
-        assert greedy(llm, TOKENS[:50]) == wanted
+@pytest.mark.parametrize("n_ctx", [1, 32, 300])
+def test_small_contexts_have_a_shorter_window(n_ctx: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        llm = Llama(str(model_path()), n_ctx=n_ctx, verbose=False)
+    with llm:
+        assert llm.n_ctx() >= n_ctx
+        assert llm.kv.stats().saving > 0

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from mixedkv import Llama
-from mixedkv.engine import ChunkConnector, Engine, Request, Sampling, StoreConnector
+from mixedkv.engine import ChunkConnector, Engine, Sampling, StoreConnector
 from mixedkv.engine.constrain.constraint_text import Constraint
-from mixedkv.engine.schedule.sequences import SequencePool
+from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ContextLengthError
+from mixedkv.start.sequences import SequencePool
 from mixedkv.store import KVStore
 from support.conversation_support import RECALL, open_llama
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.engine import ChunkConnector, Job, PromptCache
-from mixedkv.engine.connect.passage_rows import PassageRows
+from mixedkv.chunks.stitch import PassageRows
+from mixedkv.engine import ChunkConnector, PromptCache
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.jobs.events import Done
+from mixedkv.engine.jobs.job import Job
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.store import KVStore
 from mixedkv_bench.harness.reuse_cases import Case, CaseMaker

@@ -44,6 +44,16 @@ def test_a_schema_that_takes_minutes_is_refused_and_others_go_on(monkeypatch: py
     assert BYTES.compile(schema({"type": "integer"})).allowed().tolist()
 
 
+def test_a_machine_that_was_busy_refuses_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what a constraint itself takes is remembered of it."""
+    slow = schema({"type": "object", "patternProperties": dict(list(PATTERNS.items())[:60])})
+    monkeypatch.setattr(trial, "_CLOCK_SECONDS", 0.02)
+    with pytest.raises(ValueError, match=r"^response_format: compiling it was not done within 0.02 seconds"):
+        BYTES.compile(slow)
+    monkeypatch.undo()
+    assert BYTES.compile(slow).allowed().tolist()
+
+
 def test_a_schema_whose_first_token_takes_long_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^response_format: (a token of it|compiling it) takes more than"):
         BYTES.compile(schema({"allOf": PAIRS}))

@@ -16,10 +16,10 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import Recall, make_recall
-from mixedkv.engine import Delta, Engine, Job, StoreConnector
-from mixedkv.engine.deliver import deliver_directly
-from mixedkv.engine.inbox import Inbox
-from mixedkv.engine.jobs.events import Event
+from mixedkv.engine import Engine, StoreConnector
+from mixedkv.engine.inbox import Inbox, deliver_directly
+from mixedkv.engine.jobs.events import Delta, Event
+from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.store import KVStore

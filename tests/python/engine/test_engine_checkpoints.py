@@ -14,7 +14,7 @@ from mixedkv.config.cut_rule import CutRule
 from mixedkv.config.hot_window import HotWindow
 from mixedkv.engine import StoreConnector
 from mixedkv.engine.connect.stored_rows import StoredRows
-from mixedkv.engine.schedule.checkpoints import CheckpointLimits, places
+from mixedkv.start.checkpoints import CheckpointLimits, places
 from mixedkv.store import KVStore
 from support.harness import prompt
 from support.patience import PATIENCE

@@ -19,7 +19,8 @@ from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ContextLengthError, UnsupportedModelError
-from mixedkv.images import Projector, PromptImage
+from mixedkv.images.picture import PromptImage
+from mixedkv.images.projector import Projector
 from mixedkv.store import KVStore
 from support.harness import rel_rms
 from support.image_support import BEFORE, BEHIND, KINDS, logits_of_library, png

@@ -10,7 +10,7 @@ import pytest
 
 from mixedkv.engine.constrain.constraint import ConstraintCompiler, Matcher
 from mixedkv.engine.constrain.constraint_text import Constraint
-from mixedkv.engine.constrain.number_length import NumberLength
+from mixedkv.engine.constrain.json_schema import NumberLength
 from support.constraint_support import BYTEWISE, follow
 
 pytestmark = pytest.mark.core

@@ -14,14 +14,15 @@ import pytest
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.chunks.deviation import last_logits
-from mixedkv.engine import Job, StoreConnector
+from mixedkv.engine import StoreConnector
+from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.prepare import fit
 from mixedkv.engine.schedule.request import Request
-from mixedkv.engine.schedule.sequence import Sequence
-from mixedkv.engine.slide import fit
 from mixedkv.errors import ContextLengthError
 from mixedkv.kv.close_gap import close_gap
 from mixedkv.llama import Llama
 from mixedkv.prompts.overflow import NOWHERE, Gap, LongPrompt, budget, cut, head_of
+from mixedkv.start.sequence import Sequence
 from mixedkv.store import KVStore
 from support.harness import prompt
 from support.patience import PATIENCE, wait_for

@@ -17,6 +17,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.prompt_cache import PromptCache
+from mixedkv.kv.cache import KVCache
 from mixedkv.store import KVStore
 
 N_CTX, N_TOKENS = 192, 6  # tokens of all sequences together, and of an answer
@@ -68,12 +69,20 @@ def prompts(rng: random.Random, n: int, n_words: int) -> list[list[int]]:
 
 
 def play(
-    path: Path, kv: str, swa_full: bool, n_seq: int, seed: int, n: int, store: KVStore | None = None
+    path: Path,
+    kv: str,
+    swa_full: bool,
+    n_seq: int,
+    seed: int,
+    n: int,
+    store: KVStore | None = None,
+    n_windows: int = 0,
 ) -> tuple[int, list[str]]:
     """Return how many answers were exact, and those of them that are wrong."""
     rng, fresh, wrong, n_exact = random.Random(seed), Fresh(path, kv), list[str](), 0
     options: dict[str, Any] = {"n_ctx": N_CTX, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
-    llm = Llama(path, kv=kv, n_seq_max=n_seq, kv_unified=True, n_batch=32, swa_full=swa_full, **options)
+    options |= {"n_batch": 32, "swa_full": swa_full, "n_windows": n_windows}
+    llm = Llama(path, kv=kv, n_seq_max=n_seq, kv_unified=True, **options)
     with llm, fresh.llm, PromptCache(llm, store, parallel=min(2, n_seq)) as cache:
         todo = prompts(rng, n, llm.n_vocab())
         while todo:
@@ -98,6 +107,20 @@ def test_an_exact_answer_is_that_of_a_fresh_context(
 ) -> None:
     n_exact, wrong = play(zoo_path(name), kv, swa_full, n_seq=3, seed=1, n=40)
     assert n_exact >= 8
+    assert not wrong
+
+
+@pytest.mark.parametrize("kv", ["f16", "mixed:threshold=16,group=8,sinks=4"])
+@pytest.mark.parametrize("name", MODELS)
+def test_windows_of_idle_sequences_are_let_go(
+    name: str, kv: str, zoo_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is room for four of eight sequences: the others come back from checkpoints."""
+    dropped, drop = [], KVCache.drop_window
+    monkeypatch.setattr(KVCache, "drop_window", lambda kv, seq: (dropped.append(seq), drop(kv, seq)))
+    n_exact, wrong = play(zoo_path(name), kv, False, n_seq=8, seed=1, n=60, n_windows=4)
+    assert dropped
+    assert n_exact >= 20
     assert not wrong
 
 

@@ -82,7 +82,7 @@ def check(
 ) -> dict[str, Any]:
     """Trials, each with a prompt that only the remote knows, while another answer is generated."""
     redis = pytest.importorskip("redis", reason="the redis package is not installed")
-    monkeypatch.setattr("mixedkv.store.remote.breaker.FAILURES", 10**9)  # every trial asks
+    monkeypatch.setattr("mixedkv.store.remote.backend.FAILURES", 10**9)  # every trial asks
     port, tiers = free_port(), dict.fromkeys(FAULTS, 0)
     with ExitStack() as stack:
         stack.callback(sys.setswitchinterval, sys.getswitchinterval())

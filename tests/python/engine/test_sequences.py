@@ -10,13 +10,13 @@ import pytest
 
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.config.hot_window import HotWindow
-from mixedkv.engine.schedule.checkpoints import CheckpointLimits
-from mixedkv.engine.schedule.sequence import Sequence
-from mixedkv.engine.schedule.sequences import NO_MATCH, SequenceMatch, SequencePool
 from mixedkv.engine.schedule.tenant_limits import TenantLimits
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.truth import APPROXIMATE, COMPUTED, Truth
 from mixedkv.prompts.overflow import Gap, LongPrompt
+from mixedkv.start.checkpoints import CheckpointLimits
+from mixedkv.start.sequence import Sequence
+from mixedkv.start.sequences import NO_MATCH, SequenceMatch, SequencePool
 
 pytestmark = pytest.mark.core
 
@@ -121,7 +121,7 @@ def test_warmed_prefixes_leave_half_of_the_places_to_others() -> None:
 
 def test_a_tenant_keeps_as_many_as_it_may() -> None:
     limits = {"a": TenantLimits(kept=1), "c": TenantLimits(kept=9)}
-    pool, _ = make_pool(8, max_kept=4, tenants=lambda tenant: limits[tenant])
+    pool, _ = make_pool(8, max_kept=4, most_kept=lambda tenant: limits[tenant].kept)
     kept(pool, "a", 4)
     kept(pool, "c", 4)
     order = [seq.tenant for seq in pool.idle()]  # of eviction; two places for each tenant

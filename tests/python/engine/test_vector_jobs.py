@@ -10,8 +10,9 @@ import pytest
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.config.hot_window import HotWindow
 from mixedkv.engine.batch.vector_job import VectorJob
-from mixedkv.engine.schedule.sequence import Sequence
 from mixedkv.errors import EngineError, RowsGoneError
+from mixedkv.kv.fetched import Fetched
+from mixedkv.start.sequence import Sequence
 from support.scheduler_support import Desk
 
 WIDTH = 4
@@ -92,7 +93,7 @@ def test_a_session_that_grows_token_by_token_takes_no_checkpoints() -> None:
 def test_rows_that_were_fetched_are_gone_on_from() -> None:
     desk = Desk()
     job = _job(41, 1)
-    job.set_blocks([SimpleNamespace(tokens=job.prompt[:40])], "disk", True)
+    job.fetched = Fetched([SimpleNamespace(tokens=job.prompt[:40])], "disk", exact=True)
     desk.scheduler.add([job])
     desk.scheduler.admit()
     assert desk.scheduler.running == [job]

@@ -50,15 +50,19 @@ def step(ctx: Ctx, seqs: Sequence[int], at: int = 0) -> np.ndarray:
 
 @pytest.mark.parametrize("n_seq", [1, 16])
 @pytest.mark.parametrize("preset", PRESETS)
-def test_by_default_the_cache_is_half_more_than_its_cold_rows_at_most(preset: str, n_seq: int) -> None:
-    """As the server makes it: 8192 tokens for 16 sequences, of which eight run."""
+def test_by_default_the_cache_is_a_quarter_more_than_its_cold_rows_at_most(preset: str, n_seq: int) -> None:
+    """As the server makes it: 8192 tokens for 16 sequences, of which eight run. They take a fifth more than
+    one sequence at most.
+    """
     config = MixedKVConfig(**PRESETS[preset])
     with Llama(
         model_path(), kv=config, n_ctx=8192, n_seq_max=n_seq, kv_unified=True, n_threads=1, verbose=False
     ) as llm:
         stats = llm.kv.stats()
-    assert stats.bytes_total <= (1.25 if n_seq == 1 else 1.5) * stats.bytes_cold
-    said = footprint(model_shape(read_model_file(model_path())), config, 8192, n_seq)
+    shape = model_shape(read_model_file(model_path()))
+    assert stats.bytes_total <= 1.25 * stats.bytes_cold
+    assert stats.bytes_total <= 1.2 * footprint(shape, config, 8192).bytes
+    said = footprint(shape, config, 8192, n_seq)
     assert (said.bytes, said.n_elements) == (stats.bytes_total, stats.n_elements)
     assert stats.hot_shared == (n_seq == 16)
 
@@ -442,4 +446,4 @@ def test_specs_read_back() -> None:
         config = MixedKVConfig(hot_budget=budget)
         assert parse_kv(str(config)) == config
     config = _core.CacheConfig(threshold=32, group_size=16, sink_tokens=4, n_draft=16)
-    assert _core.count_ring_rows(config, 16, 8192, 45, 160)[0] == 584
+    assert _core.count_ring_rows(config, 16, 8192, 45, 160)[0] == 576

@@ -204,6 +204,7 @@ def test_memory_goes_back_and_comes_again(llm: Llama) -> None:
     llm.kv.quantization_threshold = 256
     back = llm.kv.stats().bytes_given_back
     assert back > 0.9 * allocated
+    assert llm.kv.stats().bytes_hot == allocated - back
     assert before - own_memory() > 0.7 * back
     llm.kv.quantization_threshold = 4096
     assert llm.kv.stats().bytes_given_back == 0

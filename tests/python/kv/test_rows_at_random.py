@@ -5,12 +5,13 @@ Whatever was done to them, such rows are those of a fresh context, and so is wha
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from support.random_rows import Subject, Tally
+from support.random_rows import Sizes, Subject, Tally
 
 MODELS = ("llama-64", "gemma2", "gemma4", "gpt-oss")  # plain, sliding windows of three kinds
 # Rounding, as other batches and other cells make it: the relative error of a row, and the difference of a
@@ -23,13 +24,25 @@ BOUNDS = {
     "mixed:threshold=0,sinks=0,cold=q8_0": (0.03, 0.5),
     "mixed:threshold=16,group=8,sinks=4": (0.2, 0.6),
 }
+GEMMA_BOUNDS = {"f16": (0.2, 0.6), "q8_0": (0.2, 0.6), "mixed": (0.4, 1.0)}
 LAYOUTS = ((2, True), (4, True), (8, True), (3, False))  # sequences, and whether they share cells
 
 
-def play(path: Path, kv: str, *, swa_full: bool, n_seq: int, unified: bool, seed: int, n: int) -> Tally:
+def play(
+    path: Path,
+    kv: str,
+    *,
+    swa_full: bool,
+    n_seq: int,
+    unified: bool,
+    seed: int,
+    n: int,
+    sizes: Sizes = Sizes(),  # noqa: B008
+    bounds: dict[str, tuple[float, float]] = BOUNDS,
+) -> Tally:
     """Do `n` things at random; what is wrong fails with the thing that made it so."""
-    row, answer = BOUNDS[kv]
-    subject = Subject(path, kv, swa_full=swa_full, n_seq=n_seq, unified=unified, seed=seed)
+    row, answer = bounds[kv]
+    subject = Subject(path, kv, swa_full=swa_full, n_seq=n_seq, unified=unified, seed=seed, sizes=sizes)
     try:
         for i in range(n):
             done, tally = subject.step(), subject.tally
@@ -67,3 +80,25 @@ def test_twenty_thousand_operations(kv: str, zoo_path: Callable[[str], Path]) ->
                 )
                 n_answers += tally.n_answers
     assert n_answers > 3000
+
+
+@pytest.fixture
+def gemma() -> Path:
+    path = os.environ.get("MIXEDKV_TEST_GEMMA")
+    if not path:
+        pytest.skip("MIXEDKV_TEST_GEMMA is no file of Gemma 3, whose window has 512 tokens")
+    return Path(path)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("swa_full", [True, False])
+@pytest.mark.parametrize("kv", GEMMA_BOUNDS)
+def test_prompts_longer_than_the_window_of_a_real_model(kv: str, swa_full: bool, gemma: Path) -> None:
+    """MIXEDKV_TEST_GEMMA: a GGUF file of Gemma 3."""
+    sizes = Sizes(n_ctx=2048, most=1000, longest=600, n_batch=256)
+    tally = play(
+        gemma, kv, swa_full=swa_full, n_seq=2, unified=True, seed=1, n=40, sizes=sizes, bounds=GEMMA_BOUNDS
+    )
+    print(tally)
+    assert tally.n_rows > 5000
+    assert tally.n_answers >= 3

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from mixedkv.engine.schedule.tenant_limits import TenantLimits
-from mixedkv.server.fair_pool import FairPool
-from mixedkv.server.pools import Pools
+from mixedkv.server.pools import FairPool, Pools
 from support.patience import PATIENCE, wait_for
 
 

@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from mixedkv.doors.keys import Keys
 from mixedkv.server.api_error import ApiError
-from mixedkv.server.http.auth import Keys
 from mixedkv.server.http.body_limit import BodyLimit
 from mixedkv.server.state import tenant
 from support.server_support import key_file

@@ -23,10 +23,14 @@ ASK = [{"role": "user", "content": "Delete the old notes."}]
 MORE = {"temperature": 0, "seed": 1}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    template = str(template_path("Qwen-Qwen2.5-7B-Instruct"))
-    with running("--n-ctx", "4096", "--chat-template", template) as server:
+QWEN = "Qwen-Qwen2.5-7B-Instruct"
+
+
+@pytest.fixture(scope="module", params=[QWEN, pytest.param("", marks=pytest.mark.nightly)])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """With a template that has calls, and with the model's own, which gets `generic_tools`."""
+    template = ("--chat-template", str(template_path(request.param))) if request.param else ()
+    with running("--n-ctx", "4096", *template) as server:
         yield server
 
 
@@ -131,12 +135,13 @@ def events(server: Server, path: str, body: dict[str, Any]) -> list[dict[str, An
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
+@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_the_limit_of_tokens_cuts_off_is_none(
-    server: Server, n_tokens: int, stream: bool
+    server: Server, n_tokens: int, stream: bool, step: int
 ) -> None:
     n_complete, last = 0, n_tokens - 4  # where the arguments end
-    for n in [*range(1, last, 9), *range(last, n_tokens)]:
+    for n in [*range(1, last, step), *range(last, n_tokens)]:
         at = openai(server, n, stream=stream)
         assert at["finish_reason"] == "length"
         complete = [text for text in at["calls"] if text.endswith("}")]
@@ -154,7 +159,9 @@ def test_a_call_that_the_limit_of_tokens_cuts_off_is_none(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("stop", ['"path"', "of"])
+@pytest.mark.parametrize(
+    "stop", ['"path"', "of", *(pytest.param(c, marks=pytest.mark.nightly) for c in "{:dp/")]
+)
 def test_a_call_that_a_stop_string_cuts_off_is_none(server: Server, stop: str, stream: bool) -> None:
     at = openai(server, 200, stop, stream)
     assert at["finish_reason"] == "length"

@@ -74,6 +74,16 @@ def by_llama(path: Path, texts: Sequence[str], pooling: int) -> np.ndarray:
         return np.array(llm.embed(list(texts), normalize=True, truncate=False))
 
 
+def test_layers_are_streamed_for_both_contexts(server: Server) -> None:
+    options = ("--embeddings", "--embedding-n-ctx", str(LIMIT), "--stream-layers", "2")
+    body = {"prompt": "The harbour", "max_tokens": 12, "temperature": 0}
+    with running("--n-ctx", "2048", *options) as streamed:
+        assert np.abs(vectors_of(streamed, TEXTS) - vectors_of(server, TEXTS)).max() < 0.01
+        texts = [each.post("/v1/completions", body)["choices"][0]["text"] for each in (streamed, server)]
+        assert texts[0] == texts[1]
+        assert np.abs(vectors_of(streamed, TEXTS) - vectors_of(server, TEXTS)).max() < 0.01
+
+
 def error_of(server: Server, body: Any) -> tuple[int, Any]:
     status, answer, _ = server.request("POST", "/v1/embeddings", {"model": MODEL, **body})
     return status, answer["error"]

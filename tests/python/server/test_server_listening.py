@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from mixedkv.server.listening import TLS
+from mixedkv.doors.tls import TLS
 from mixedkv.server.settings import load_settings
 from support.patience import PATIENCE, wait_for
 from support.server_support import MODEL, Server, running
@@ -123,7 +123,7 @@ def refusal(*options: str) -> str:
 @pytest.mark.nightly
 def test_what_cannot_be_served_says_why(tmp_path: Path) -> None:
     assert "tls_cert and tls_key go together" in refusal("--tls-cert", "x")
-    assert "a Unix socket needs no TLS" in refusal("--tls-cert", "x", "--tls-key", "y", "--unix-socket", "z")
+    assert "a Unix socket needs no TLS" in refusal("--tls-cert", "x", "--tls-key", "y", "--host", "./z")
     cert, key = (str(path) for path in write_certificate(tmp_path, 1))
     with pytest.raises(ValueError, match=r"missing\.pem: No such file"):
         TLS(cert, str(tmp_path / "missing.pem"))
@@ -142,7 +142,7 @@ def test_a_unix_socket_serves_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as left_behind:  # by a server that was killed
         left_behind.bind(str(path))
-    server = Server("--unix-socket", str(path))
+    server = Server("--host", str(path))
     try:
         with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://any.name") as client:
             wait_for(lambda: " on unix:" in server.log or server.process.poll() is not None)
@@ -150,7 +150,7 @@ def test_a_unix_socket_serves_its_owner(tmp_path: Path) -> None:
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
             answer = client.post("/v1/completions", json=PROMPT, timeout=PATIENCE)
             assert answer.json()["usage"]["completion_tokens"] > 0
-        assert "another process listens there" in refusal("--unix-socket", str(path))
+        assert "another process listens there" in refusal("--host", str(path))
         assert server.stop() == 0
         assert not path.exists()
     finally:
@@ -167,9 +167,9 @@ def _ready(client: httpx.Client) -> bool:
 @pytest.mark.nightly
 def test_a_path_that_is_taken_or_too_long_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    assert "there is a file of that name" in refusal("--unix-socket", str(tmp_path / "file"))
+    assert "there is a file of that name" in refusal("--host", str(tmp_path / "file"))
     assert (tmp_path / "file").read_text() == "mine"
-    assert "cannot be listened on" in refusal("--unix-socket", str(tmp_path / ("x" * 120)))
+    assert "cannot be listened on" in refusal("--host", str(tmp_path / ("x" * 120)))
 
 
 # --- a path before all others ---

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mixedkv.server.http.auth import MetricsKey
-from mixedkv.server.shared_text import SharedText
+from mixedkv.doors.keys import MetricsKey
+from mixedkv.server.app import SharedText
 from support.server_support import key_file, running
 
 ANNA, BEN, METRICS = "anna-key-0123456789", "ben-key-01234567890", "metrics-key-0123456789"

@@ -62,6 +62,8 @@ def open_page(browser: Any) -> Iterator[OpenPage]:
 
     yield open_
     for context in contexts:
+        for page in context.pages:
+            page.unroute_all(behavior="ignoreErrors")  # an answer that is being altered while its page closes
         context.close()
 
 

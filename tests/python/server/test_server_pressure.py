@@ -250,6 +250,7 @@ def test_a_second_signal_changes_nothing(number: int) -> None:
         (("--warm", "/nowhere.jsonl"), "/nowhere.jsonl"),
         (("--metadata-url", "mysql:x"), "metadata"),
         (("--chat-format", "odd"), "odd"),
+        (("--chat-template", "chatml"), "chat_format=chatml"),
         (("--port", "x"), "--port"),
     ],
 )

@@ -13,6 +13,7 @@ from typing import Any
 import openai
 import pytest
 
+from mixedkv.server.described import read_chat_template
 from support.families import ADD, WEATHER, template_path
 from support.recorded import with_a_token_that_calls
 from support.server_support import MODEL, Server, running
@@ -318,6 +319,11 @@ def test_a_session_has_no_tools(server: Server) -> None:
     body = {"messages": [USER], "tools": [ADD], "session_id": session}
     status, answer, _ = server.request("POST", "/v1/chat/completions", body)
     assert (status, answer["error"]["param"]) == (400, "session_id")
+
+
+def test_a_template_that_is_a_name_is_said_to_be_a_format() -> None:
+    with pytest.raises(ValueError, match=r"^chat_template=chatml: .*: give a file, or chat_format=chatml$"):
+        read_chat_template("chatml")
 
 
 def test_a_named_format_has_tools_too() -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from mixedkv.chunks.passages import parse_chunks
+from mixedkv.doors.keys import Keys
 from mixedkv.engine.jobs.events import Delta, Done
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.request import Request
@@ -20,11 +22,11 @@ from mixedkv.engine.schedule.tenant_limits import TenantLimits
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
 from mixedkv.server.api.generation import usage
 from mixedkv.server.api_error import ApiError
-from mixedkv.server.http.auth import Keys
 from mixedkv.server.pending import PendingRequest
 from mixedkv.server.settings import ServerSettings, load_settings
 from mixedkv.server.snapshot import of_tenant
 from mixedkv.server.warming import read_warm_file
+from mixedkv.split.split_settings import SplitSettings
 from support.patience import PATIENCE
 from support.server_support import key_file
 
@@ -105,10 +107,10 @@ def test_a_tenants_latency_is_that_of_its_own_requests() -> None:
 
 def test_the_command_line_comes_before_the_environment_before_the_file(tmp_path: Path) -> None:
     path = tmp_path / "serve.toml"
-    path.write_text('n-ctx = 100\nparallel = 3\nslowdown = 3\nkv = "q8_0"\n')
+    path.write_text('n-ctx = 100\nparallel = 3\ndrain_timeout = 3\nkv = "q8_0"\n')
     environ = {"MIXEDKV_PARALLEL": "5", "MIXEDKV_KV": "f16", "MIXEDKV_OTHER": "x"}
     settings = load_settings({"kv": "q4_0"}, str(path), environ)
-    assert (settings.n_ctx, settings.parallel, settings.slowdown, settings.kv) == (100, 5, 3.0, "q4_0")
+    assert (settings.n_ctx, settings.parallel, settings.drain_timeout, settings.kv) == (100, 5, 3.0, "q4_0")
 
 
 @pytest.mark.parametrize(
@@ -143,10 +145,49 @@ def test_a_bad_value_is_one_line_that_says_where_it_came_from(tmp_path: Path) ->
     ]
 
 
+def test_every_option_stands_in_one_group() -> None:
+    for kind in (ServerSettings, SplitSettings):
+        names = [name for group in kind.GROUPS.values() for name in group.split()]
+        assert sorted(names) == sorted(kind.model_fields.keys() - {"body"})
+
+
+def test_a_former_option_says_what_to_do_instead(tmp_path: Path) -> None:
+    path = tmp_path / "serve.toml"
+    path.write_text("chunk-size = 32\n")
+    with pytest.raises(ValueError, match=r"no chunk_size any more: write --chunks"):
+        load_settings({}, str(path), {})
+    with pytest.raises(ValueError, match=r"MIXEDKV_SLOWDOWN: there is no such option any more"):
+        load_settings({}, None, {"MIXEDKV_SLOWDOWN": "3"})
+    path.write_text("treads = 4\n")
+    with pytest.raises(ValueError, match=r"unknown option 'treads' \(did you mean threads\?\)"):
+        load_settings({}, str(path), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("size=64", "'size' is no setting of chunks: use repair"),
+        ("repair=all", "repair='all': use one of"),
+        ("chunk_size=2", "chunk_size=2: use a whole number from 32"),
+        ("chunk_size=many", "chunk_size='many': use a number"),
+        ("check=2", "check=2.0: use a share from 0 to 1"),
+        ("ratio=nan", "ratio=nan: use a number from 0 to 1"),
+    ],
+)
+def test_settings_of_chunks(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_settings({"chunks": text}, None, {})
+    assert parse_chunks("chunk_size=32, repair=seam") == {
+        "chunk_size": 32,
+        "repair": "seam",
+        "boundary_window": 16,
+    }
+
+
 def test_the_environment_has_text_for_every_kind(tmp_path: Path) -> None:
-    environ = {"MIXEDKV_SLOWDOWN": "3", "MIXEDKV_EMBEDDINGS": "on", "MIXEDKV_MODEL_NAME": "7"}
+    environ = {"MIXEDKV_DRAIN_TIMEOUT": "3", "MIXEDKV_EMBEDDINGS": "on", "MIXEDKV_MODEL_NAME": "7"}
     settings = load_settings({}, None, environ)
-    assert (settings.slowdown, settings.embeddings, settings.model_name) == (3.0, True, "7")
+    assert (settings.drain_timeout, settings.embeddings, settings.model_name) == (3.0, True, "7")
     assert not load_settings({}, None, {"MIXEDKV_EMBEDDINGS": ""}).embeddings  # as compose files leave them
     assert load_settings({}, None, {"mixedkv_port": "77"}).port == 8000
 
@@ -267,7 +308,7 @@ def test_a_bad_key_file_is_refused(tmp_path: Path, line: str, mode: int) -> None
 
 _HANGS = """
 import logging, sys, threading, time
-from mixedkv.server.shutdown import end_within
+from mixedkv.server.http_server import end_within
 logging.basicConfig(level=logging.INFO)
 threading.Thread(target=time.sleep, args=(10_000,), name="a database").start()
 end_within(0.5)

@@ -12,13 +12,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from mixedkv.sessions import (
-    ContextCacheManager,
-    CreateCacheResponse,
-    CreateContextCacheRequest,
-    explain,
-    open_metadata,
-)
+from mixedkv.sessions import ContextCacheManager, CreateContextCacheRequest
+from mixedkv.sessions.metadata_url import open_metadata
+from mixedkv.sessions.records import CreateCacheResponse, explain
 
 
 def wanted(**values: Any) -> CreateContextCacheRequest:

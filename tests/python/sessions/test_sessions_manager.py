@@ -10,14 +10,8 @@ from typing import Any
 
 import pytest
 
-from mixedkv.sessions import (
-    CacheSessionMetadata,
-    ContextCacheManager,
-    CreateCacheResponse,
-    CreateContextCacheRequest,
-    DeleteCacheResponse,
-    ErrorResponse,
-)
+from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager, CreateContextCacheRequest
+from mixedkv.sessions.records import CreateCacheResponse, DeleteCacheResponse, ErrorResponse
 from support.patience import PATIENCE
 from support.session_support import Clock, Entries, code, come, created, empty, wanted
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager, CreateCacheResponse, Held, Quota
+from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager
+from mixedkv.sessions.metadata import Held, Quota
+from mixedkv.sessions.records import CreateCacheResponse
 from support.session_support import Clock, code, created, empty, wanted
 
 _BIG = 10**9

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager, open_metadata
+from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager
 from mixedkv.sessions.metadata import Key
-from mixedkv.sessions.metadata_url import beside
+from mixedkv.sessions.metadata_url import beside, open_metadata
 from mixedkv.sessions.record_codec import PLAIN, RecordCodec
 from mixedkv.sessions.reseal import reseal
 from mixedkv.store import KVStore

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from mixedkv.server.http.auth import Keys
+from mixedkv.doors.keys import Keys
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import split_pb2_grpc
 from mixedkv.split.client import SplitClient, tls
@@ -191,3 +193,18 @@ def test_a_client_without_our_code_learns_the_service_by_reflection(parts: Expor
             response_deserializer=answer.FromString,
         )
         assert (call(request).pair, call(request).width) == (head.pair, head.width)
+
+
+def test_a_split_server_needs_no_web_framework() -> None:
+    program = "import sys, mixedkv.split.server; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert not {"fastapi", "starlette", "uvicorn"} & set(done.stdout.split())
+
+
+def test_its_settings_come_from_the_environment_too(tmp_path: Path) -> None:
+    settings = SplitSettings.load({"body": "b.gguf"}, None, {"MIXEDKV_SPLIT_PORT": "7", "MIXEDKV_PORT": "8"})
+    assert (settings.port, settings.n_ctx, settings.n_seq) == (7, 8192, 32)
+    with pytest.raises(ValueError, match="client_ca asks clients for certificates"):
+        SplitSettings(body="b.gguf", client_ca="ca.pem")
+    with pytest.raises(ValueError, match=r"MIXEDKV_SPLIT_STORE_GB.*it is --max-kv-size-gb"):
+        SplitSettings.load({"body": "b.gguf"}, None, {"MIXEDKV_SPLIT_STORE_GB": "1"})

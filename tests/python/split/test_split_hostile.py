@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
-from mixedkv.server.http.auth import Keys
+from mixedkv.doors.keys import Keys
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import split_pb2_grpc, wire
 from mixedkv.split.client import SplitClient

@@ -10,8 +10,8 @@ import grpc
 import pytest
 
 from mixedkv.cli.main import main
+from mixedkv.doors.keys import Keys
 from mixedkv.kv.cache import KVCache
-from mixedkv.server.http.auth import Keys
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import wire
 from mixedkv.split.client import SplitClient, SplitSession
@@ -277,17 +277,17 @@ def test_what_was_not_used_for_long_is_removed_at_the_start(
         _answer(session, _PROMPT)
         session.keep()
     assert _files(tmp_path)
-    with split_support.running(parts.body, store=str(tmp_path), store_max_age="1d"):
+    with split_support.running(parts.body, store=str(tmp_path), max_age="1d"):
         assert _files(tmp_path)
     caplog.set_level(logging.INFO, "mixedkv")
-    with split_support.running(parts.body, store=str(tmp_path), store_max_age="0.001s"):
+    with split_support.running(parts.body, store=str(tmp_path), max_age="0.001s"):
         assert not _files(tmp_path)
     assert "1 entries were removed that were not used for 0 s" in caplog.text
 
 
 def test_a_folder_without_room(parts: Exported, head: Head, tmp_path: Path) -> None:
     with (
-        split_support.running(parts.body, store=str(tmp_path), store_gb=1e-6) as server,
+        split_support.running(parts.body, store=str(tmp_path), max_kv_size_gb=1e-6) as server,
         SplitClient(head, server.address) as client,
         client.session(new_key()) as session,
     ):

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixedkv.store import key_from_environment, key_from_file, parse_key_source
+from mixedkv.store import key_from_environment, key_from_file
 from mixedkv.store.encryption import (
     CHUNK,
     HEADER,
@@ -23,6 +23,7 @@ from mixedkv.store.encryption import (
     decrypt,
     encrypt,
     encrypted_size,
+    parse_key_source,
 )
 from mixedkv.store.entry_error import EntryError
 

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from mixedkv.store import REASONS, KVStore
+from mixedkv.store import KVStore
 from mixedkv.store.encryption import HEADER
+from mixedkv.store.entry_error import REASONS
 from support.store_support import identity, make_block, put_chain, same
 
 WHO = identity()

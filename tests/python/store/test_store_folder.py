@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mixedkv.sessions import open_metadata
-from mixedkv.sessions.metadata_url import beside
+from mixedkv.sessions.metadata_url import beside, open_metadata
 from mixedkv.store import KVStore
 from mixedkv.store.full_disk import FullDisk
 from mixedkv.store.tiers.disk import DiskTier

@@ -37,6 +37,8 @@ def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         ("redis://127.0.0.1:notaport/0", "remote: "),
         ("s3://kv/x?colour=red", "unknown option 'colour'"),
         ("s3://kv/x?endpoint=minio.example:9000", "use http://HOST:PORT"),
+        ("file://host/folder", "use s3://BUCKET/PREFIX or file:///FOLDER"),
+        ("file:///tmp/x?region=y", "unknown option 'region' of file://"),
         ("redis://127.0.0.1:PORT/99?timeout=20", "refuses: DB index is out of range"),
     ],
 )

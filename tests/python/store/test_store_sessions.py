@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mixedkv.store import KVStore, check_session_id, check_tenant
+from mixedkv.ids import check_session_id, check_tenant
+from mixedkv.store import KVStore
 from support.store_child import open_llama
 from support.store_support import identity, make_block
 

@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.engine import Engine
+from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
 from mixedkv.errors import ModelReadError
+from mixedkv.model.gguf_file import read_model_file
 from support import TESTS
 from support.tools.random_model import RandomModel
 
@@ -130,11 +133,36 @@ def test_memory_says_how_much_is_streamed(model: Path) -> None:
         _open(model, stream_layers=2, stream_mode="fast")
 
 
-def test_a_second_context_is_refused(model: Path) -> None:
-    with _open(model, kv="f16", stream_layers=4) as llm:
-        params = llama_cpp.llama_context_default_params()
-        assert not llama_cpp.llama_init_from_model(llm._model.model, params)
-        assert _run(llm, 0)
+def _vectors(llm: Llama) -> list[bytes]:
+    context = EmbeddingContext(llm, read_model_file(llm.model_path), n_ctx=64, n_batch=32)
+    pieces = [[Piece(PROMPT[:20], 0, False)], [Piece(PROMPT[20:], 20, True), Piece(PROMPT[:7], 0, True)]]
+    return [context.evaluate(each).tobytes() for each in pieces * 8]
+
+
+@pytest.mark.parametrize("mode", ["direct", "prefetch"])
+def test_a_context_for_embeddings_takes_turns_with_answers(
+    model: Path, expected: dict[str, list[bytes]], mode: Any
+) -> None:
+    with _open(model, kv="f16", stream_mode="resident") as llm:
+        vectors = _vectors(llm)
+    with _open(model, kv="f16", stream_layers=4, stream_mode=mode) as llm:
+        assert _run(llm) == expected["f16"]
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(_vectors, llm)
+            for _ in range(8):
+                assert _run(llm) == expected["f16"]
+            assert found.result() == vectors
+        assert _run(llm) == expected["f16"]
+
+
+def test_a_context_for_embeddings_says_which_file(copy: Path) -> None:
+    with _open(copy, kv="f16", stream_layers=N_LAYER) as llm:
+        context = EmbeddingContext(llm, read_model_file(copy), n_ctx=64, n_batch=32)
+        one = Piece(PROMPT[:20], 0, True)
+        assert context.evaluate([one]).any()
+        os.truncate(copy, 1 << 20)
+        with pytest.raises(ModelReadError, match=r"copy\.gguf.*shorter"):
+            context.evaluate([one])
 
 
 @pytest.mark.parametrize("mode", ["direct", "prefetch"])

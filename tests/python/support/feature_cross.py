@@ -15,14 +15,15 @@ import llama_cpp
 import numpy as np
 
 from mixedkv import Llama
-from mixedkv.engine import ChunkConnector, Engine, Job, StoreConnector
+from mixedkv.engine import ChunkConnector, Engine, StoreConnector
 from mixedkv.engine.batch.vector_job import VectorJob
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
 from mixedkv.engine.jobs.drafter import Drafter
+from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.request import Request
-from mixedkv.images import Projector
+from mixedkv.images.projector import Projector
 from mixedkv.model.gguf_file import n_layers, read_model_file
 from mixedkv.split.export import export
 from mixedkv.store import KVStore

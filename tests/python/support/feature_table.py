@@ -51,7 +51,6 @@ ELSEWHERE: dict[str, str] = {
 
 # What `mixedkv serve` refuses before it loads anything.
 REFUSED: tuple[dict[str, object], ...] = (
-    {"embeddings": True, "stream_layers": "2"},
     {"speculation": "mtp", "memory": "1GiB"},
     {"speculation": "draft-model"},
     {"speculation": "mtp", "draft_model": "draft.gguf"},

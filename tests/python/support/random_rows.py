@@ -26,15 +26,29 @@ from mixedkv.native.batch import NO_CELLS, NativeBatch
 from mixedkv.store import KVStore
 from support.crossing.subject import state_of
 
-N_CTX, MOST = 192, 96  # cells of all sequences together, and tokens of one
-LONGEST = 40  # tokens that are evaluated at once
 REFUSALS = (ValueError, LookupError, UnsupportedModelError)
 Rows = dict[tuple[int, str], dict[tuple[int, bool], npt.NDArray[np.float32]]]
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of tokens.
+
+    Attributes:
+        n_ctx: cells of all sequences together.
+        most: tokens of a sequence.
+        longest: tokens of a prompt, which go on from what is there.
+        n_batch: evaluated at once.
+    """
+
+    n_ctx: int = 192
+    most: int = 96
+    longest: int = 40
+    n_batch: int = 32
+
+
 def opened(path: Path, kv: str, **options: Any) -> Llama:
-    shape = {"n_ctx": N_CTX, "n_batch": 32, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
-    return Llama(path, kv=kv, **{**shape, **options})
+    return Llama(path, kv=kv, n_threads=1, n_threads_batch=1, verbose=False, **options)
 
 
 def rows(llm: Llama, seq: int, n: int) -> Rows:
@@ -88,8 +102,8 @@ class Tally:
 class Fresh:
     """A context that evaluates from the first token."""
 
-    def __init__(self, path: Path, kv: str) -> None:
-        self.llm = opened(path, kv, swa_full=True, n_batch=N_CTX)
+    def __init__(self, path: Path, kv: str, n_ctx: int) -> None:
+        self.llm = opened(path, kv, swa_full=True, n_ctx=n_ctx, n_batch=n_ctx)
         self._known: list[tuple[list[int], Rows]] = []
 
     def rows(self, tokens: list[int]) -> Rows:
@@ -114,16 +128,30 @@ class Fresh:
 class Subject:
     """A context with several sequences, whose cells are nearly used up, and one that shares its store."""
 
-    def __init__(self, path: Path, kv: str, *, swa_full: bool, n_seq: int, unified: bool, seed: int) -> None:
-        self.rng, self.n_seq, self.unified = random.Random(seed), n_seq, unified
+    def __init__(
+        self,
+        path: Path,
+        kv: str,
+        *,
+        swa_full: bool,
+        n_seq: int,
+        unified: bool,
+        seed: int,
+        sizes: Sizes = Sizes(),
+    ) -> None:
+        self.rng, self.n_seq, self.unified, self.sizes = random.Random(seed), n_seq, unified, sizes
         shape = {
             "swa_full": swa_full,
             "n_seq_max": n_seq,
             "kv_unified": unified,
-            "n_ctx": N_CTX if unified else N_CTX * n_seq,
+            "n_ctx": sizes.n_ctx if unified else sizes.n_ctx * n_seq,
+            "n_batch": sizes.n_batch,
         }
         self.llm, self.twin = (opened(path, kv, **shape) for _ in range(2))
-        self.fresh, self.store = Fresh(path, kv), KVStore(None, max_ram_bytes=2**22)
+        self.fresh, self.store = (
+            Fresh(path, kv, sizes.n_ctx),
+            KVStore(None, max_ram_bytes=2**22 * sizes.most // 96),
+        )
         self.tokens: list[list[int]] = [[] for _ in range(n_seq)]
         self.points: list[tuple[Checkpoint, list[int]]] = []
         self.n_words = self.llm.n_vocab()
@@ -156,13 +184,15 @@ class Subject:
         """Evaluate tokens, often those that another sequence has there."""
         n = len(self.tokens[seq])
         like = self.rng.choice(self.tokens)[n:] if self.rng.random() < 0.5 else []
-        new = like or [self.rng.randrange(3, self.n_words) for _ in range(self.rng.randint(1, LONGEST))]
-        if n + len(new) <= MOST:
+        new = like or [
+            self.rng.randrange(3, self.n_words) for _ in range(self.rng.randint(1, self.sizes.longest))
+        ]
+        if n + len(new) <= self.sizes.most:
             self.evaluate(self.llm, seq, self.tokens[seq], new)
 
     def answer(self, seq: int) -> None:
         tokens = self.tokens[seq]
-        if len(tokens) < MOST:
+        if len(tokens) < self.sizes.most:
             self.evaluate(self.llm, seq, tokens, [self.rng.randrange(3, self.n_words)])
             self._compare_answer(self.llm, seq, tokens)
 
@@ -194,7 +224,7 @@ class Subject:
         source, at = self.rng.randrange(self.n_seq), len(self.tokens[seq])
         begin = self.rng.choice([0, min(at, max(0, len(self.tokens[source]) - 1))])
         ids = self.tokens[source][begin:]
-        if not ids or at + len(ids) > MOST:
+        if not ids or at + len(ids) > self.sizes.most:
             return
         block = self.llm.kv.export(source, begin, len(self.tokens[source]), ids)
         self.llm.kv.load(block, seq, at=at)
@@ -211,7 +241,7 @@ class Subject:
         if not known:
             return
         self.compare(self.twin, seq, known)
-        if len(known) < MOST:
+        if len(known) < self.sizes.most:
             self.evaluate(self.twin, seq, known, [self.rng.randrange(3, self.n_words)])
             self._compare_answer(self.twin, seq, known)
         self.store.save(self.twin, known, seq)
@@ -261,7 +291,7 @@ class Subject:
     def evaluate(self, llm: Llama, seq: int, tokens: list[int], new: list[int]) -> None:
         """Evaluate tokens behind those of a sequence, which gets those that end well."""
         while new:
-            some = new[: self.rng.randint(1, 32)]
+            some = new[: self.rng.randint(1, self.sizes.n_batch)]
             batch = NativeBatch(np.array(some, np.int32))
             batch.pos[:] = np.arange(len(tokens), len(tokens) + len(some))
             batch.seq[:] = seq

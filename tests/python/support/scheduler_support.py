@@ -12,11 +12,11 @@ from mixedkv.engine.schedule.pacing import Pace
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.schedule.scheduler import Scheduler
-from mixedkv.engine.schedule.sequences import SequencePool
 from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.truth import COMPUTED, Truth, all_of
 from mixedkv.prompts.overflow import NOWHERE, cut, head_of
+from mixedkv.start.sequences import SequencePool
 
 N_CTX, N_BATCH = 256, 64
 

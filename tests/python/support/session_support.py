@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from mixedkv.sessions import CreateCacheResponse, CreateContextCacheRequest, ErrorResponse
+from mixedkv.sessions import CreateContextCacheRequest
+from mixedkv.sessions.records import CreateCacheResponse, ErrorResponse
 from mixedkv.store import KVStore
 from support.patience import PATIENCE
 

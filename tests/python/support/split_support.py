@@ -14,12 +14,12 @@ import grpc
 import numpy as np
 
 from mixedkv import Llama
+from mixedkv.doors.keys import Keys
+from mixedkv.doors.metrics import Metrics
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.text.detokenizer import Detokenizer
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.native.llama_cpp import vocab
-from mixedkv.server.http.auth import Keys
-from mixedkv.server.metrics import Metrics
 from mixedkv.split.export import Exported, export
 from mixedkv.split.parts import BODY, read_part
 from mixedkv.split.server import open_engine, start

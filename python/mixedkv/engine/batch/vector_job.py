@@ -14,10 +14,10 @@ from mixedkv.engine.jobs.events import Event
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.engine.schedule.request import Request
-from mixedkv.engine.schedule.sequence import Sequence
 from mixedkv.errors import EngineError, RowsGoneError
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.start.sequence import Sequence
 
 Vectors = npt.NDArray[np.float32]
 

@@ -18,7 +18,7 @@ from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.constrain.tool_grammar import tool_grammar
 from mixedkv.engine.text.answer_reader import AnswerReader, ReadAnswer
 from mixedkv.engine.text.thought import ThoughtTags
-from mixedkv.images import PromptImage
+from mixedkv.images.picture import PromptImage
 
 _MAX_TEMPLATE = 1 << 16  # characters: llama.cpp parses a chain of filters by recursion
 _MAX_DEPTH = 64  # of objects and lists in a schema or in arguments

@@ -21,7 +21,7 @@ from mixedkv.engine.sample.sampler import Sampler
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.text.thought import Thought, ThoughtTags
 from mixedkv.errors import ContextLengthError, UnsupportedModelError
-from mixedkv.images import MARK, PromptImage
+from mixedkv.images.picture import MARK, PromptImage
 from mixedkv.limits import INT32_MAX
 from mixedkv.llama import NO_VOCABULARY, Llama
 from mixedkv.native import llama_cpp as _llama_cpp
@@ -295,13 +295,8 @@ class Tokenizer:
 
     @property
     def renders(self) -> bool:
-        """True if there is a chat template or format."""
+        """True if there is a chat template or format; one that shows no tools gets `generic_tools`."""
         return self._formatter is not None
-
-    @property
-    def takes_tools(self) -> bool:
-        """True if chats may have tools: a template or format that shows none gets `generic_tools`."""
-        return self.renders
 
     @property
     def infills(self) -> bool:
@@ -366,9 +361,14 @@ class Tokenizer:
         return llama_cpp.llama_vocab_get_text(self._vocab, token).decode("utf-8") if token >= 0 else ""
 
 
+def find_format(name: str) -> Any:
+    """Return one of llama-cpp-python's chat formats, None if no one has this name."""
+    return getattr(llama_chat_format, "format_" + name.replace("-", "_"), None)
+
+
 def _make_formatter(chat_format: str, template: str, bos: str, eos: str) -> Any:
     if chat_format:
-        formatter = getattr(llama_chat_format, "format_" + chat_format.replace("-", "_"), None)
+        formatter = find_format(chat_format)
         if formatter is None:
             known = (name.removeprefix("format_") for name in dir(llama_chat_format) if name[:7] == "format_")
             raise ValueError(

@@ -17,13 +17,13 @@ from mixedkv.chunks.chunk_choice import ChunkChoice
 from mixedkv.chunks.deviation import Logits, compare, logits_at
 from mixedkv.chunks.gate import Waiting
 from mixedkv.chunks.passages import Passages
+from mixedkv.chunks.stitch import PassageRows
 from mixedkv.engine.connect.kv_connector import ConnectedEngine
-from mixedkv.engine.connect.passage_rows import PassageRows
 from mixedkv.engine.connect.store_connector import Offer, StoreConnector
 from mixedkv.engine.jobs.job import Job
-from mixedkv.engine.schedule.sequence import Sequence
-from mixedkv.engine.schedule.sequences import NO_MATCH
 from mixedkv.errors import ClosedError
+from mixedkv.start.sequence import Sequence
+from mixedkv.start.sequences import NO_MATCH
 from mixedkv.store import KVStore
 
 log = logging.getLogger("mixedkv.engine")

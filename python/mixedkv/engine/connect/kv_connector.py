@@ -8,8 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.observer import Observer
-from mixedkv.engine.schedule.sequences import SequencePool
 from mixedkv.llama import Llama
+from mixedkv.start.sequences import SequencePool
 
 _T = TypeVar("_T")
 
@@ -43,7 +43,7 @@ class KVConnector(Protocol):
 
     def read(self, job: Job, n: int) -> bool:
         """Read the offer of a job of whose prompt the context has the first `n` tokens; called on the
-        engine's thread. Return False if the offer is not worth reading. Otherwise call `job.set_blocks` and
+        engine's thread. Return False if the offer is not worth reading. Otherwise set `job.fetched` and call
         `engine.ready(job)` later.
         """
         ...

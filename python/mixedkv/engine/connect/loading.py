@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
+from array import array
 
-from mixedkv.engine.connect.passage_rows import PassageRows
-from mixedkv.engine.connect.rechecking import evaluate_copy
+from mixedkv.chunks.stitch import PassageRows
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.schedule.scheduler import Scheduler
+from mixedkv.kv.fetched import Fetched, WrongRowsError
 from mixedkv.llama import Llama
-from mixedkv.store.recheck import Doubt
 
 log = logging.getLogger("mixedkv.engine")
 
@@ -23,43 +23,35 @@ class Loader:
         self._llm, self._scheduler, self._observer = llm, scheduler, observer
 
     def restore(self) -> None:
-        """Load one fetched block, so that a long chain is spread over several steps."""
-        job = next((job for job in self._scheduler.running if job.blocks), None)
+        """Load one fetched block, so that a long chain is spread over several steps. Where rows are refused
+        or wrong, the job evaluates its whole prompt.
+        """
+        job = next((job for job in self._scheduler.running if job.is_loading), None)
         if job is None:
             return
-        assert job.seq is not None
-        block = job.blocks.pop(0)
+        seq, fetched = job.seq, job.fetched
+        assert seq is not None
+        assert isinstance(fetched, Fetched)
+        doubted = fetched.doubt is not None
         try:
-            self._llm.kv.load(block, seq=job.seq.id, more=bool(job.blocks))
-            job.seq.tokens.extend(block.tokens.tolist())
-            job.seq.checkpoints.extend(block.checkpoints)
+            block = fetched.advance(self._llm.kv, seq.id)
+            if block is None:
+                seq.tokens, seq.checkpoints = array("i"), []
+            else:
+                seq.tokens.extend(block.tokens.tolist())
+                seq.checkpoints.extend(block.checkpoints)
+            if doubted and fetched.doubt is None:
+                self._observer.rechecked("")
         except Exception as error:
-            log.warning("a stored block could not be loaded: %s", error)
-            self._observer.restore_failed("load")
+            log.warning("stored rows could not be loaded: %s", error)
+            if doubted and fetched.doubt is None:
+                self._observer.rechecked(str(error))
+            self._observer.restore_failed("wrong" if isinstance(error, WrongRowsError) else "load")
             self._scheduler.refetch(job)
-        if not job.blocks and job.doubt is not None:
-            self._recheck(job)
         if not job.evaluated:  # not after a pause or a preemption
             job.set_cached(job.n_rows)
-        if not job.blocks:
+        if not job.is_loading:
             self._observer.restored(job)
-
-    def _recheck(self, job: Job) -> None:
-        """Compare stored rows with the model if that was not done yet. If they are wrong, the job evaluates
-        its whole prompt.
-        """
-        doubt, job.doubt = job.doubt, None
-        assert isinstance(doubt, Doubt)
-        assert job.seq is not None
-        try:
-            problem = evaluate_copy(self._llm, self._scheduler.pool, job.seq, doubt)
-        except Exception as error:  # rows that cannot be compared are not used
-            problem = f"it could not be compared: {error}"
-            log.warning("stored rows could not be compared with the model: %s", error)
-        self._observer.rechecked(problem)
-        if problem:
-            self._observer.restore_failed("wrong")
-            self._scheduler.refetch(job)
 
     def stitch(self, step: StepPlan[Job]) -> None:
         """Put passages together, up to the number of tokens that the step allows."""

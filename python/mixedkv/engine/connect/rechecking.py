@@ -13,43 +13,17 @@ from typing import TypeVar
 
 from mixedkv.engine.connect.kv_connector import ConnectedEngine
 from mixedkv.engine.connect.stored_rows import StoredRows
-from mixedkv.engine.schedule.sequence import Sequence as CacheSequence
-from mixedkv.engine.schedule.sequences import NO_MATCH, SequencePool
 from mixedkv.errors import ClosedError
-from mixedkv.kv.evaluate_again import evaluate_again
-from mixedkv.llama import Llama
+from mixedkv.kv.fetched import Fetched, WrongRowsError
+from mixedkv.start.sequence import Sequence as CacheSequence
+from mixedkv.start.sequences import NO_MATCH
 from mixedkv.store import Identity, KVStore
-from mixedkv.store.recheck import Doubt
 
 log = logging.getLogger("mixedkv.engine")
 _T = TypeVar("_T")
 
 _REST = 50  # times as long as the last comparison took: at most 2% of idle time is spent on them
 _LEAST_REST = 5.0  # seconds
-
-
-def evaluate_copy(llm: Llama, pool: SequencePool, seq: CacheSequence, doubt: Doubt) -> str:
-    """Evaluate doubted tokens again in a copy of the sequence that holds them.
-
-    Returns:
-        What is wrong with the rows; "" if nothing is.
-
-    Raises:
-        LookupError: there is no room for the copy.
-    """
-    n_ctx = llm.kv.stats().n_ctx
-    while pool.used + len(doubt) > n_ctx:
-        if not pool.evict():
-            raise LookupError("there are no cells for it")
-    copy = pool.acquire(seq.tenant, NO_MATCH)
-    if copy is None:
-        raise LookupError("no sequence is free for it")
-    try:
-        llm.kv.copy(seq.id, copy.id)
-        again = evaluate_again(llm.kv, copy.id, doubt.match.tokens, doubt.spans)
-    finally:
-        pool.drop(copy)
-    return doubt.settle(again)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,25 +86,27 @@ class IdleRecheck:
         match = recheck.random_match(identity)
         if match is None or not (doubt := recheck.sample(match, engine.llm)).spans:
             return None
-        blocks = self._rows.cut(recheck.read(match))
+        fetched = Fetched(self._rows.cut(recheck.read(match)), "", match.exact, doubt)
         held = engine.call(partial(self._place, identity.tenant, match.n_tokens + len(doubt))).result()
         if held is None:
             return None
+        problem = ""
         try:
-            for block in blocks:
+            while fetched.doubt is not None:
                 if self._closing.is_set() or not engine.idle:
                     return None
-                more = block is not blocks[-1]
-                self._call(held, partial(engine.llm.kv.load, block, held.seq.id, more=more))
-            evaluate = partial(evaluate_again, engine.llm.kv, held.seq.id, match.tokens, doubt.spans)
-            again = self._call(held, evaluate)
+                if not self._call(held, partial(self._advance, fetched, held)):
+                    return None
+        except WrongRowsError as error:
+            problem = str(error)
         finally:
             self._call(held, partial(engine.pool.drop, held.seq))
-        if again is None:
-            return None
-        problem = doubt.settle(again)
         engine.observer.rechecked(problem)
         return problem
+
+    def _advance(self, fetched: Fetched, held: _Held) -> bool:
+        fetched.advance(self._engine.llm.kv, held.seq.id)
+        return True
 
     def _call(self, held: _Held, function: Callable[[], _T]) -> _T | None:
         """Run a function on the engine's thread; return None if a request has taken the sequence's place."""

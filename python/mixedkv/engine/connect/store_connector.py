@@ -24,7 +24,9 @@ from mixedkv.engine.connect.rechecking import IdleRecheck
 from mixedkv.engine.connect.stored_rows import SequenceRows, StoredRows
 from mixedkv.engine.jobs.job import Job
 from mixedkv.errors import ClosedError
-from mixedkv.store import Identity, KVStore, Match
+from mixedkv.kv.fetched import Fetched
+from mixedkv.store import Identity, KVStore
+from mixedkv.store.results import Match
 from mixedkv.store.tiers.disk import is_full
 
 log = logging.getLogger("mixedkv.engine")
@@ -238,7 +240,7 @@ class StoreConnector:
             return
         blocks, tier = found
         doubt = self.store.recheck.doubt(match, self._engine.llm)
-        job.set_blocks(self._rows.cut(blocks), tier, match.exact, doubt if doubt.spans else None)
+        job.fetched = Fetched(self._rows.cut(blocks), tier, match.exact, doubt)
 
     def _put(self, finished: _Finished) -> None:
         identity = self._identity(finished.tenant)

@@ -26,8 +26,7 @@ from llama_cpp import LogitsProcessorList
 from mixedkv.engine.constrain import trial
 from mixedkv.engine.constrain.constraint_text import Constraint, Kind
 from mixedkv.engine.constrain.gbnf import gbnf_to_lark
-from mixedkv.engine.constrain.json_schema import MAX_SCHEMA, closed_schema
-from mixedkv.engine.constrain.number_length import NumberLength, begin_with_digit
+from mixedkv.engine.constrain.json_schema import MAX_SCHEMA, NumberLength, begin_with_digit, closed_schema
 from mixedkv.engine.text.detokenizer import Detokenizer
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp

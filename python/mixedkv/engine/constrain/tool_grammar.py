@@ -13,8 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mixedkv.engine.constrain.gbnf import convert
-from mixedkv.engine.constrain.json_schema import closed_schema
-from mixedkv.engine.constrain.number_length import MOST_DIGITS, MOST_EXPONENT
+from mixedkv.engine.constrain.json_schema import MOST_DIGITS, MOST_EXPONENT, closed_schema
 
 _RULE = re.compile(r"^([\w-]+) ::= (.*)$", re.MULTILINE)
 _PARTS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|[A-Za-z][\w-]*')

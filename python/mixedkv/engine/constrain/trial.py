@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ _BYTES = 4 << 30  # address space of the process; a thread's stack and llguidanc
 _PROCESSES = 2
 _KEPT = 1024  # constraints whose outcome is known
 
+_KILL = 9  # by the clock, or by a system that runs out of memory
 _PROGRAM = Path(__file__).with_name("trial_process.py")
 
 
@@ -38,6 +40,7 @@ class _Process:
 
         Raises:
             RuntimeError: the process does not start.
+            KilledError: it was killed, which need not be the request's doing.
         """
         if self._process is None or self._process.poll() is not None:
             self._process = _start()
@@ -55,16 +58,24 @@ class _Process:
             line = ""
         finally:
             timer.cancel()
-        if not line.endswith("\n"):
-            self.end()
-            return None
-        return line.strip()
+        if line.endswith("\n"):
+            return line.strip()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_CLOCK_SECONDS)  # the end of its output is its own end
+        self.end()
+        if process.returncode == -_KILL:
+            raise KilledError(f"compiling it was not done within {_CLOCK_SECONDS:g} seconds: try again later")
+        return None
 
     def end(self) -> None:
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
             self._process = None
+
+
+class KilledError(ValueError):
+    """A process was killed: no processor was free for long, or the system has no memory left."""
 
 
 def _start() -> subprocess.Popen[str]:
@@ -100,7 +111,8 @@ def check(lark: str, names: list[str], limits: dict[str, Any]) -> None:
         limits: fields of llguidance's `LLParserLimits`.
 
     Raises:
-        ValueError: it takes too much; the message says of what.
+        ValueError: it takes too much; the message says of what. Another time it may not, if that was found
+            on the clock.
     """
     request = json.dumps(
         {

@@ -72,7 +72,7 @@ class Embedder:
         context: EmbeddingContext,
         *,
         max_requests: int,
-        slowdown: float,
+        slowdown: float = 2.0,
         limits: Limits = unlimited,
     ) -> None:
         self.context = context

@@ -11,11 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv import _core
+from mixedkv.config import parse_kv
 from mixedkv.engine.batch.batch import Batch
 from mixedkv.errors import EngineError
 from mixedkv.llama import Llama
+from mixedkv.model.footprint import Sliding
 from mixedkv.model.gguf_file import ModelFile
 from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.streaming.streaming import context_bytes
 
 Vectors = npt.NDArray[np.float32]
 
@@ -37,6 +40,16 @@ def only_embeds(file: ModelFile) -> bool:
     kind = file.architecture
     is_encoder = "bert" in kind or kind == "gemma-embedding" or file.get("attention.causal", True) is False
     return is_encoder or ranks(file)
+
+
+def embedding_bytes(file: ModelFile, *, n_ctx: int = 0, n_batch: int = 512) -> int:
+    """Estimate the memory that an `EmbeddingContext` takes."""
+    n_ctx = n_ctx or min(_DEFAULT_N_CTX, int(file.get("context_length", _DEFAULT_N_CTX)))
+    n_batch = max(n_batch, n_ctx) if only_embeds(file) else n_batch
+    return (
+        context_bytes(file, parse_kv("f16"), n_ctx + n_batch, 1, Sliding(n_ubatch=n_batch))
+        + 2 * 4 * _MAX_LOGITS
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +82,7 @@ class EmbeddingContext:
     def __init__(self, llm: Llama, file: ModelFile, *, n_ctx: int = 0, n_batch: int = 512) -> None:
         if not _llama_cpp.has_vocabulary(llm):
             raise ValueError("embeddings: the body of a split model reads no text: use the whole model")
-        if llm.streaming is not None and llm.streaming.layers:
-            raise ValueError(
-                "embeddings: this model's layers are streamed, which is for one context: leave stream_layers "
-                "and memory out"
-            )
-        self._model = _llama_cpp.model(llm)
+        self._model, self._streaming = _llama_cpp.model(llm), llm.streaming
         n_train = int(llama_cpp.llama_model_n_ctx_train(self._model))
         if n_ctx > n_train:
             raise ValueError(f"embedding_n_ctx={n_ctx}: this model takes {n_train} tokens at most")
@@ -129,6 +137,7 @@ class EmbeddingContext:
 
         Raises:
             EngineError: llama.cpp failed; the input that went on is lost.
+            ModelReadError: likewise, as a layer that is streamed could not be read.
         """
         if not pieces[0].first:
             self.clear()  # the request for the rest was cancelled
@@ -140,6 +149,8 @@ class EmbeddingContext:
         code = self._batch.decode(self._ctx)
         if code != 0:
             self.clear()
+            if self._streaming is not None:
+                self._streaming.check()
             raise EngineError(f"llama_decode returned {code}")
         vectors = np.stack([self._pooled(seq) for seq in seqs])
         self._held, self._holds = seqs[-1], not pieces[-1].ends

@@ -9,7 +9,7 @@ from mixedkv.engine.jobs.answer_state import AnswerState
 from mixedkv.engine.jobs.events import Done, Event
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request
-from mixedkv.engine.schedule.sequence import Sequence
+from mixedkv.start.sequence import Sequence
 
 _LATEST = 64  # last tokens of the prompt, which penalties look at
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.limits import INT32_MAX
 
-_RANGES: dict[str, tuple[float, float]] = {
+RANGES: dict[str, tuple[float, float]] = {  # also those of schemas, settings and the command line
     "temperature": (0, 100),
     "top_k": (0, INT32_MAX),
     "top_p": (0, 1),
@@ -28,8 +28,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "adaptive_target": (-1, 1),
     "adaptive_decay": (0, 0.99),
     "repeat_penalty": (0.01, 100),
-    "frequency_penalty": (-100, 100),
-    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-2, 2),
+    "presence_penalty": (-2, 2),
     "seed": (0, 2**32 - 1),
 }
 
@@ -90,7 +90,7 @@ class Sampling:
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high) in _RANGES.items():
+        for name, (low, high) in RANGES.items():
             value = getattr(self, name)
             if not low <= value <= high:  # nor NaN
                 raise ValueError(f"{name}={value}: use {low} to {high}")

@@ -19,39 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
-
-import numpy.typing as npt
+from typing import Generic, TypeVar
 
 from mixedkv.engine.schedule.progress import Progress
-from mixedkv.kv.checkpoint import Checkpoint
-from mixedkv.kv.close_gap import Movable
-from mixedkv.kv.truth import Truth
 
 P = TypeVar("P", bound=Progress)
-
-
-class SequenceMemory(Movable, Protocol):
-    """The part of a `KVCache` that the sequence pool needs."""
-
-    @property
-    def used(self) -> int: ...
-
-    def copy(self, source: int, target: int, p0: int = 0, p1: int = -1) -> None: ...
-
-    def checkpoint(self, seq: int) -> Checkpoint | None: ...
-
-    def resume(self, point: Checkpoint, n: int, source: int, target: int) -> None: ...
-
-    def holds(self, seq: int, n: int) -> bool: ...
-
-    def has_rows(self, seq: int, n: int) -> bool: ...
-
-    def truth(self, seq: int, tokens: npt.ArrayLike, p0: int = 0) -> Truth: ...
-
-    def rest(self, seq: int) -> None: ...
-
-    def wake(self, seq: int) -> None: ...
 
 
 @dataclass(slots=True)

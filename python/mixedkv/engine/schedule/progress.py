@@ -10,13 +10,23 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.chunks.chunk_reuse import Reuse
 from mixedkv.engine.schedule.request import Request
-from mixedkv.engine.schedule.sequence import Sequence
 from mixedkv.images.picture import Picture, place
-from mixedkv.kv.block import KVBlock
 from mixedkv.prompts.overflow import Gap, LongPrompt, without
+from mixedkv.start.sequence import Sequence
+from mixedkv.start.sequences import Reuse
 from mixedkv.tokens import Tokens
+
+
+class StoredPrefix(Protocol):
+    """Rows of the first tokens of a prompt that come from a store."""
+
+    n: int
+    tier: str
+    exact: bool
+
+    @property
+    def is_loaded(self) -> bool: ...
 
 
 class Stitching(Protocol):
@@ -40,82 +50,163 @@ class Stitching(Protocol):
 _LEAST = 32  # tokens
 
 
-class Progress:
-    """The progress of a request. After `Engine.submit_jobs` only the engine's thread uses it.
+class PromptTokens:
+    """The tokens of a request's prompt and answer, without those that do not fit the context.
 
     Attributes:
-        prompt: the request's, without what was left out because it does not fit the context.
+        prompt: the request's, without what was left out.
         tokens: prompt and answer.
         n_prompt, n_given: tokens of the prompt, and of the request's prompt.
-        fits: the prompt was checked and fits the context.
-        accept: which existing rows may be reused; None is the engine's default.
-        least: minimum number of tokens that is worth storing or fetching; 1 for a session, which must be
-            kept.
-        seq: the sequence it has; None while it waits.
-        paused: the sequence that holds its rows while it waits.
-        n_had: rows that it had when it was paused or preempted.
-        first: position of the first token that can be evaluated: rows before it must exist.
-        most_cut: how many of the last rows of `paused` may be taken away.
-        goes_on: another request continues this one: the rows wait for it, as its `paused`.
-        save_at: take a checkpoint of the sequence when it has so many tokens, ascending.
-        offer: KV of the prompt that was found in a store and is not read yet.
-        matched: the best start in the context, and the state of the context when it was looked for.
-        blocks: fetched rows that are still to be loaded, `n_fetched` tokens in all.
-        doubt: which tokens of the blocks are evaluated again before the blocks are believed.
-        passages: passages of other prompts that are still to be put into the sequence.
-        method: how passages are repaired.
+        long: where the prompt does not fit, all of it.
+        gap: what is missing in `tokens`, and in `prompt`.
+        n_left_out, n_answer_dropped: tokens missing in the prompt before work began, and in the answer.
+        boundaries: where messages of the prompt begin and end.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.prompt: Tokens = np.asarray(request.prompt, np.int32)
+        self.tokens = array("i", self.prompt.tobytes())
+        self.n_prompt = self.n_given = len(self.tokens)
+        self.long: LongPrompt | None = None
+        self.gap: Gap | None = None
+        self.n_left_out = self.n_answer_dropped = 0
+        self.pictures: dict[int, Picture] = place(request.pictures, self.prompt) if request.pictures else {}
+        self.boundaries: Seq[int] = ()
+        self.boundary = request.boundary
+
+    @property
+    def all_tokens(self) -> Tokens:
+        """Return prompt and answer so far: where a paused or preempted job goes on."""
+        return np.array(self.tokens, np.int32)
+
+    def inputs(self, p0: int, p1: int) -> Seq[int] | npt.NDArray[Any]:
+        """Return what a `Batch` takes of the tokens at positions p0 to p1."""
+        return self.tokens[p0:p1]
+
+    def outside_pictures(self, n: int) -> int:
+        """Return `n`, or where the picture begins that the first `n` tokens would cut."""
+        return next((at for at, picture in self.pictures.items() if at < n < at + len(picture.ids)), n)
+
+    @property
+    def n_cells(self) -> int:
+        """Return how many cells all tokens take. A picture whose positions have time, row and column has more
+        rows than positions.
+        """
+        return len(self.tokens) + sum(
+            max(0, len(picture) - len(picture.ids)) for picture in self.pictures.values()
+        )
+
+    @property
+    def n_answer(self) -> int:
+        return len(self.tokens) - self.n_prompt + self.n_answer_dropped
+
+    @property
+    def n_dropped(self) -> int:
+        """Return how many tokens do not fit the context, of prompt and answer."""
+        return self.gap.n if self.gap is not None else 0
+
+    def leave_out(self, long: LongPrompt, n: int) -> None:
+        """Set the prompt to `long` without `n` tokens after its head. Only allowed before it has rows."""
+        moved, self.n_left_out = n - self.n_dropped, n
+        self.long, self.gap, self.prompt = long, long.gap(n), long.without(n)
+        self.tokens = array("i", self.prompt.tobytes())
+        self.n_prompt, self.boundaries = len(self.tokens), long.boundaries_without(n)
+        self.boundary = max(0, self.boundary - moved)
+
+    def drop(self, begin: int, end: int) -> None:
+        """Drop tokens at positions [begin, end) to make room for more of the answer."""
+        self.gap = (self.gap or Gap(begin)).wider(self.all_tokens[begin:end])
+        of_prompt = max(0, min(end, self.n_prompt) - begin)
+        self.prompt = without(self.prompt, begin, of_prompt)
+        self.n_prompt -= of_prompt
+        self.n_answer_dropped += end - begin - of_prompt
+        del self.tokens[begin:end]
+        self.boundaries, self.boundary = [], 0
+
+
+class WorkCounts:
+    """Counts what a request took so far.
+
+    Attributes:
         evaluated: the whole prompt was evaluated once.
         n_cached: tokens of the prompt that were not evaluated; None before it has a sequence.
         n_approximate: how many of these have rows that differ from those of an evaluation.
         n_chosen: number of tokens that were chosen, including one that ends the answer.
-        cancelled: set from any thread, read between steps.
     """
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.tenant = request.tenant
-        self.prompt: Tokens = np.asarray(request.prompt, np.int32)
-        self.reuse = bool(request.reuse) and request.prompt_logprobs is None
-        self.accept: Reuse | None = request.reuse if isinstance(request.reuse, str) else None
-        self.first = self.most_cut = 0
-        self.goes_on = self.cancelled = self.fits = False
-
-        self.long: LongPrompt | None = None  # where the prompt does not fit, all of it
-        self.gap: Gap | None = None  # what is missing in `tokens`, and in `prompt`
-        self.n_left_out = self.n_answer_dropped = 0  # tokens of it before work began, and of the answer
-        self.pictures: dict[int, Picture] = place(request.pictures, self.prompt) if request.pictures else {}
-        self.tokens = array("i", self.prompt.tobytes())
-        self.n_prompt = self.n_given = len(self.tokens)
-        self.most_in_step: int | None = None
-        self.seq: Sequence | None = None
-        self.paused: Sequence | None = None
-        self.n_had = 0
-        self._settled_until = 0  # tokens of the answer
-        self.boundaries: Seq[int] = ()  # where messages of the prompt begin and end
-        self.boundary = request.boundary
-        self.save_at: list[int] = []
-
-        self.offer: object | None = None
-        self.matched: tuple[object, Any] | None = None
-        self.blocks: list[KVBlock] = []
-        self.doubt: object | None = None
-        self.n_fetched = 0
-        self.least = _LEAST if request.session is None else 1
-        self.blocks_exact = True
-        self.passages: Stitching | None = None
-        self.method = ""
-
+    def __init__(self) -> None:
         self.evaluated = False
         self.n_cached: int | None = None
         self.n_approximate = 0
         self.cached_tier = ""
         self.exact = True
+        self.n_chosen = 0
         self.t_submit = time.perf_counter()
         self.t_start: float | None = None
-        self.n_chosen = 0
         self.t_first: float | None = None
         self.t_last: float | None = None
         self.t_end: float | None = None
+
+    @property
+    def n_cached_exact(self) -> int:
+        return (self.n_cached or 0) - self.n_approximate
+
+    def set_cached(self, n: int) -> None:
+        """Note that the first `n` tokens of the prompt had rows already."""
+        self.n_cached, self.n_approximate = n, 0 if self.exact else n
+
+    def chose(self, token_time: float) -> None:
+        """Add a token that was chosen to the answer."""
+        self.n_chosen += 1
+        self.t_first, self.t_last = self.t_first or token_time, token_time
+
+
+class Progress(PromptTokens, WorkCounts):
+    """The progress of a request: its tokens, its rows and its counts. After `Engine.submit_jobs` only the
+    engine's thread uses it.
+
+    Attributes:
+        fits: the prompt was checked and fits the context.
+        reuse, accept: whether existing rows may be reused, and which; None is the engine's default.
+        least: minimum number of tokens that is worth storing or fetching; 1 for a session, which must be
+            kept.
+        first: position of the first token that can be evaluated: rows before it must exist.
+        most_in_step: how many tokens of the prompt a step evaluates at most.
+        most_cut: how many of the last rows of `paused` may be taken away.
+        goes_on: another request continues this one: the rows wait for it, as its `paused`.
+        cancelled: set from any thread, read between steps.
+        seq: the sequence it has; None while it waits.
+        paused: the sequence that holds its rows while it waits.
+        n_had: rows that it had when it was paused or preempted.
+        save_at: take a checkpoint of the sequence when it has so many tokens, ascending.
+        offer: KV of the prompt that was found in a store and is not read yet.
+        matched: the best start in the context, and the state of the context when it was looked for.
+        fetched: stored rows of the prompt that are loaded, or will be, where the context has fewer.
+        passages: passages of other prompts that are still to be put into the sequence.
+        method: how passages are repaired.
+    """
+
+    def __init__(self, request: Request) -> None:
+        PromptTokens.__init__(self, request)
+        WorkCounts.__init__(self)
+        self.request, self.tenant = request, request.tenant
+        self.reuse = bool(request.reuse) and request.prompt_logprobs is None
+        self.accept: Reuse | None = request.reuse if isinstance(request.reuse, str) else None
+        self.least = _LEAST if request.session is None else 1
+        self.first = self.most_cut = 0
+        self.most_in_step: int | None = None
+        self.goes_on = self.cancelled = self.fits = False
+
+        self.seq: Sequence | None = None
+        self.paused: Sequence | None = None
+        self.n_had = 0
+        self._settled_until = 0  # tokens of the answer
+        self.save_at: list[int] = []
+        self.offer: object | None = None
+        self.matched: tuple[object, Any] | None = None
+        self.fetched: StoredPrefix | None = None
+        self.passages: Stitching | None = None
+        self.method = ""
 
     @property
     def n_rows(self) -> int:
@@ -127,11 +218,6 @@ class Progress:
         """Return how many tokens to evaluate before the next one can be chosen."""
         return len(self.tokens) - self.n_rows
 
-    @property
-    def all_tokens(self) -> Tokens:
-        """Return prompt and answer so far: where a paused or preempted job goes on."""
-        return np.array(self.tokens, np.int32)
-
     def settle(self, n: int) -> None:
         """Keep the place until `n` more tokens of the answer are chosen."""
         self._settled_until = self.n_answer + n
@@ -140,10 +226,6 @@ class Progress:
     def is_settled(self) -> bool:
         """True if it does not give way to others now."""
         return self.n_answer < self._settled_until
-
-    def inputs(self, p0: int, p1: int) -> Seq[int] | npt.NDArray[Any]:
-        """Return what a `Batch` takes of the tokens at positions p0 to p1."""
-        return self.tokens[p0:p1]
 
     def save_also(self, n: int) -> None:
         """Take a checkpoint after `n` tokens too."""
@@ -169,10 +251,6 @@ class Progress:
         """Return about how many tokens are still to be evaluated."""
         return self.passages.n_left if self.passages is not None and self.stitching else self.n_remaining
 
-    @property
-    def n_cached_exact(self) -> int:
-        return (self.n_cached or 0) - self.n_approximate
-
     def up_to_checkpoint(self, n: int) -> int:
         """Return how many of the next `n` tokens come before the next checkpoint, picture or passage."""
         if self.most_in_step is not None:
@@ -186,19 +264,6 @@ class Progress:
         """Return the picture to evaluate next; None if a token is next."""
         return self.pictures.get(self.n_rows)
 
-    def outside_pictures(self, n: int) -> int:
-        """Return `n`, or where the picture begins that the first `n` tokens would cut."""
-        return next((at for at, picture in self.pictures.items() if at < n < at + len(picture.ids)), n)
-
-    @property
-    def n_cells(self) -> int:
-        """Return how many cells all tokens take. A picture whose positions have time, row and column has more
-        rows than positions.
-        """
-        return len(self.tokens) + sum(
-            max(0, len(picture) - len(picture.ids)) for picture in self.pictures.values()
-        )
-
     def begin(self, seq: Sequence, n_cached: int, exact: bool) -> bool:
         """Have a sequence with `n_cached` tokens of the prompt in it, which can be gone on from exactly or
         not. Returns whether it is the first, so not after a pause or a preemption.
@@ -207,23 +272,22 @@ class Progress:
         if self.n_cached is not None:
             return False
         self.set_cached(n_cached)
-        if not self.blocks:
+        if self.is_loading and self.fetched is not None:
+            self.cached_tier = self.fetched.tier
+        else:
             self.cached_tier = "context" if n_cached else ""
         self.t_start = time.perf_counter()
         return True
 
-    def set_cached(self, n: int) -> None:
-        """Note that the first `n` tokens of the prompt had rows already."""
-        self.n_cached, self.n_approximate = n, 0 if self.exact else n
+    @property
+    def n_fetched(self) -> int:
+        """Number of the prompt's tokens that have stored rows."""
+        return self.fetched.n if self.fetched is not None else 0
 
-    def set_blocks(self, blocks: list[Any], tier: str, exact: bool, doubt: object | None = None) -> None:
-        """Use these rows if the context has fewer; those in `doubt` are compared with the model first."""
-        self.doubt = doubt
-        self.blocks, self.cached_tier, self.blocks_exact = blocks, tier, exact
-        self.n_fetched = sum(len(block.tokens) for block in blocks)
-
-    def forget_blocks(self) -> None:
-        self.blocks, self.n_fetched, self.doubt = [], 0, None
+    @property
+    def is_loading(self) -> bool:
+        """True while stored rows are still to be loaded."""
+        return self.fetched is not None and not self.fetched.is_loaded
 
     def set_passages(self, passages: Stitching | None, method: str) -> None:
         self.passages, self.method = passages, method
@@ -240,44 +304,19 @@ class Progress:
         self.passages = None
 
     @property
-    def n_answer(self) -> int:
-        return len(self.tokens) - self.n_prompt + self.n_answer_dropped
-
-    @property
-    def n_dropped(self) -> int:
-        """Return how many tokens do not fit the context, of prompt and answer."""
-        return self.gap.n if self.gap is not None else 0
-
-    @property
     def n_evaluated(self) -> int:
         """Return how many tokens of the prompt were evaluated before the answer began."""
         return self.n_given - self.n_left_out - (self.n_cached or 0)
 
     def leave_out(self, long: LongPrompt, n: int) -> None:
-        """Set the prompt to `long` without `n` tokens after its head. Only allowed before it has rows."""
-        moved, self.n_left_out = n - self.n_dropped, n
-        self.long, self.gap, self.prompt = long, long.gap(n), long.without(n)
-        self.tokens = array("i", self.prompt.tobytes())
-        self.n_prompt, self.boundaries = len(self.tokens), long.boundaries_without(n)
-        self.boundary = max(0, self.boundary - moved)
-        self.forget_blocks()
+        super().leave_out(long, n)
+        self.fetched = None
         self.set_passages(None, "")
 
     def drop(self, begin: int, end: int) -> None:
-        """Drop tokens at positions [begin, end) to make room for more of the answer."""
-        self.gap = (self.gap or Gap(begin)).wider(self.all_tokens[begin:end])
-        of_prompt = max(0, min(end, self.n_prompt) - begin)
-        self.prompt = without(self.prompt, begin, of_prompt)
-        self.n_prompt -= of_prompt
-        self.n_answer_dropped += end - begin - of_prompt
-        del self.tokens[begin:end]
-        self.save_at, self.boundaries, self.boundary = [], [], 0
-
-    def chose(self, token_time: float) -> None:
-        """Add a token that was chosen to the answer."""
-        self.n_chosen += 1
-        self.t_first, self.t_last = self.t_first or token_time, token_time
+        super().drop(begin, end)
+        self.save_at = []
 
     def close(self) -> None:
         """Free what is only needed while the job runs; the numbers stay."""
-        self.blocks, self.passages, self.long = [], None, None
+        self.fetched = self.passages = self.long = None

@@ -9,11 +9,11 @@ from typing import Literal, get_args
 import numpy as np
 
 from mixedkv.chunks.chunk_choice import ChunkChoice
-from mixedkv.chunks.chunk_reuse import Reuse
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.text.thought import ThoughtTags
 from mixedkv.images.picture import Picture
 from mixedkv.prompts.overflow import Overflow
+from mixedkv.start.sequences import Reuse
 from mixedkv.tokens import Tokens
 
 SpeculationMode = Literal["off", "prompt-lookup", "draft-model", "mtp"]

@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Generic
 
-from mixedkv.engine.schedule.checkpoints import places
 from mixedkv.engine.schedule.contract import P, Run, StepPlan
 from mixedkv.engine.schedule.fair_queue import FairQueue, Service
 from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.schedule.pacing import Pace, share
-from mixedkv.engine.schedule.sequence import Sequence
-from mixedkv.engine.schedule.sequences import NO_MATCH, SequenceMatch, SequencePool
 from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
+from mixedkv.start.checkpoints import places
+from mixedkv.start.sequence import Sequence
+from mixedkv.start.sequences import NO_MATCH, SequenceMatch, SequencePool, is_better
 from mixedkv.tokens import Tokens, common_prefix
 
 log = logging.getLogger("mixedkv.engine")
@@ -108,7 +108,7 @@ class Scheduler(Generic[P]):
 
     def refetch(self, job: P) -> None:
         """Let a job go on without the rows that were fetched for it, if it can."""
-        job.forget_blocks()
+        job.fetched = None
         assert job.seq is not None
         self.pool.clear(job.seq)
         if job.first:
@@ -193,7 +193,7 @@ class Scheduler(Generic[P]):
         loaded, in the call of `admit` that started it, and until it has made use of rows that it had lost.
         """
         jobs = (job for job in reversed(self.running) if job.tenant == tenant and job not in self._moved)
-        return next((job for job in jobs if not (job.blocks or job.stitching or job.is_settled)), None)
+        return next((job for job in jobs if not (job.is_loading or job.stitching or job.is_settled)), None)
 
     def _comes_soon(self, job: P) -> bool:
         """Return whether a running job is about to evaluate rows that this one can share."""
@@ -230,10 +230,12 @@ class Scheduler(Generic[P]):
             self.waiting.remove(job)
             self._lost.append(job)
             return True
-        if match.n >= job.first and job.n_fetched < match.n + job.least:
-            job.forget_blocks()
-        elif job.n_fetched:
-            match = SequenceMatch(None, 0, job.blocks_exact, 0)
+        if job.fetched is None:
+            pass
+        elif match.n >= job.first and not is_better(job.n_fetched, job.fetched.exact, match, job.least):
+            job.fetched = None
+        else:
+            match = SequenceMatch(None, 0, job.fetched.exact, 0)
         n_cells = job.n_cells - match.n + _HEADROOM + self.pool.n_cells(match)
         if not self._make_room(job, n_cells, match.source, gives_way):
             return False
@@ -345,7 +347,7 @@ class Scheduler(Generic[P]):
         """Plan the next step: a token of every answer, and slices of prompts as the pace allows."""
         step = StepPlan([Run(job, 1, chooses=True) for job in self.running if job.n_remaining == 1])
         step.n_streams = len(step.runs)
-        prompts = self._by_turn([job for job in self.running if job.n_remaining > 1 and not job.blocks])
+        prompts = self._by_turn([job for job in self.running if job.n_remaining > 1 and not job.is_loading])
         budget = self._pace.budget(step.n_streams, len(prompts))
         budget = min(budget, self._n_batch - step.n_streams)
         for job, n in zip(prompts, share(budget, [job.n_to_do for job in prompts]), strict=True):
@@ -483,7 +485,7 @@ class Scheduler(Generic[P]):
 
     def _wait_again(self, job: P) -> None:
         job.seq = None
-        job.forget_blocks()
+        job.fetched = None
         job.set_passages(None, "")
         self.waiting.appendleft(job)
         self._moved.add(job)

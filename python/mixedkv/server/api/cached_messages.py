@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.state import in_thread, server_state, tenant
-from mixedkv.store import MessageInfo
+from mixedkv.store.results import MessageInfo
 
 router = APIRouter()
 MessageId = Annotated[str, Path(max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]

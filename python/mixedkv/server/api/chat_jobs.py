@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -11,10 +13,11 @@ from mixedkv.engine.chat.chat_template import RenderedChat
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.text.answer_reader import ReadAnswer
+from mixedkv.engine.text.detokenizer import Detokenizer
 from mixedkv.ids import new_id
+from mixedkv.server.api.chat_message import Message
 from mixedkv.server.api.fields import place
 from mixedkv.server.api.generation import constraint_of, context_tokens, make_jobs, slides
-from mixedkv.server.api.message_ends import message_ends
 from mixedkv.server.api.rendering import chat_of, render
 from mixedkv.server.api.schemas import ChatFields, ChatRequest
 from mixedkv.server.api.tools import choice_of
@@ -107,3 +110,48 @@ def _schema(body: ChatRequest) -> Constraint | None:
     schema = wanted.json_schema.schema_ if wanted.json_schema is not None else wanted.schema_
     text = json.dumps({"type": "object"} if schema is None else schema)
     return Constraint("json_schema", text, "response_format")
+
+
+def message_ends(
+    messages: Sequence[Message], text: str, tokens: Sequence[int], detokenizer: Detokenizer
+) -> list[tuple[str, int]]:
+    """Return the ids of messages, and how many tokens the prompt has up to the end of each message's text.
+
+    Messages whose text the template changes are left out.
+
+    Args:
+        messages: the last messages of the chat.
+        text: the prompt.
+        tokens: the prompt's; others may come before them.
+    """
+    if not any(message.message_id for message in messages):
+        return []
+    ends = []
+    until = len(text)
+    for message in reversed(messages):  # the newest message is certainly in the text
+        content = message.text.strip()
+        at = text.rfind(content, 0, until) if content else -1
+        if at < 0:
+            continue
+        if message.message_id:
+            ends.append((message.message_id, len(text[at + len(content) :].encode())))
+        until = at
+    return _tokens_up_to(ends, tokens, detokenizer)
+
+
+def _tokens_up_to(
+    ends: list[tuple[str, int]], tokens: Sequence[int], detokenizer: Detokenizer
+) -> list[tuple[str, int]]:
+    """Return the tokens up to the end of each message, given the bytes after it, ascending."""
+    behind = accumulate(len(detokenizer.name(token)) for token in reversed(tokens))
+    found = []
+    n, n_bytes = len(tokens), 0
+    for message_id, wanted in ends:
+        while n_bytes < wanted and n > 0:
+            n_bytes = next(behind)
+            n -= 1
+        if n_bytes > wanted:  # the message's last token continues after its end
+            found.append((message_id, n + 1))
+        else:
+            found.append((message_id, n))
+    return found[::-1]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from mixedkv.images import MARK
+from mixedkv.images.picture import MARK
 from mixedkv.server.api.fields import (
     IGNORED,
     LIST,
@@ -20,7 +21,24 @@ from mixedkv.server.api.fields import (
     Name,
     Text,
 )
-from mixedkv.server.api.text_only import TextOrImages
+
+_IMAGES = ("image", "image_url", "input_image")
+_MEDIA = ("image", "audio", "video", "file", "document")
+
+
+def _check(content: Any, taken: tuple[str, ...]) -> Any:
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind in taken:
+            continue
+        if kind.removeprefix("input_").startswith(_MEDIA):
+            what = "texts and images only (no audio or files)" if taken else "texts only"
+            raise ValueError(f"{kind[:40]}: this server takes {what} here: leave it out")
+    return content
+
+
+TextOnly = BeforeValidator(partial(_check, taken=()))
+TextOrImages = BeforeValidator(partial(_check, taken=_IMAGES))
 
 
 class TextPart(Model):

@@ -43,8 +43,8 @@ from mixedkv.server.state import (
     tenant,
     time_left,
 )
-from mixedkv.sessions import CacheSessionMetadata, CreateContextCacheRequest, ErrorResponse
-from mixedkv.sessions.records import MAX_TTL
+from mixedkv.sessions import CacheSessionMetadata, CreateContextCacheRequest
+from mixedkv.sessions.records import MAX_TTL, ErrorResponse
 from mixedkv.tokens import as_tokens, common_prefix
 
 router = APIRouter(route_class=JSONRoute)

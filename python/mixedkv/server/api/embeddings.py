@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 
 from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.embed.embedding_context import Vectors
-from mixedkv.errors import ClosedError, EngineError, QueueFullError
+from mixedkv.errors import ClosedError, EngineError, ModelReadError, QueueFullError
 from mixedkv.limits import INT32_MAX
 from mixedkv.server.api.schemas import EmbeddingRequest
 from mixedkv.server.api_error import bad_request, from_engine, prompt_error, timed_out
@@ -57,7 +57,7 @@ async def embed(
         )
     except asyncio.TimeoutError:
         raise timed_out(server.settings.request_timeout) from None
-    except (QueueFullError, ClosedError, EngineError) as error:
+    except (QueueFullError, ClosedError, EngineError, ModelReadError) as error:
         raise from_engine(error) from None
     return vectors, sum(map(len, inputs))
 

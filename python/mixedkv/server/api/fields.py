@@ -16,10 +16,12 @@ from pydantic import (
     model_validator,
 )
 
+from mixedkv.engine.sample.sampling import RANGES
 from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.limits import INT32_MAX
 from mixedkv.server.unknown_fields import IGNORED as IGNORED
 
+MAX_SEED = 2**63 - 1
 MAX_STOPS = 16
 MAX_TOOLS = 128  # OpenAI's
 MAX_MESSAGES = 4096  # of a request
@@ -55,7 +57,6 @@ Text = Annotated[str, AfterValidator(_encodable)]
 Few = BeforeValidator(lambda value: few(value, _MAX_ENTRIES))
 FewMessages = BeforeValidator(few_messages)
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Token = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Name = Annotated[Text, Field(max_length=256)]
 Id = Annotated[str, Field(min_length=1, max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
@@ -120,6 +121,43 @@ TEXT_OR_LIST = one_of("a text or a list")
 Stop = Annotated[Annotated[StopText, TEXT] | Annotated[StopTexts, LIST], TEXT_OR_LIST]
 # vLLM and others switch it off with -1
 TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(lambda k: max(0, k))]
+
+
+def ranged(name: str) -> Any:
+    """Return a field of sampling that may be left out, within the range of its name."""
+    low, high = RANGES[name]
+    return Field(None, ge=low, le=high)
+
+
+class SamplingFields(Model):
+    """The fields that say how tokens are chosen."""
+
+    temperature: Finite | None = ranged("temperature")
+    top_k: TopK | None = None
+    top_p: Finite | None = ranged("top_p")
+    min_p: Finite | None = ranged("min_p")
+    typical_p: Finite | None = ranged("typical_p")
+    top_n_sigma: Finite | None = ranged("top_n_sigma")
+    xtc_probability: Finite | None = ranged("xtc_probability")
+    xtc_threshold: Finite | None = ranged("xtc_threshold")
+    dynatemp_range: Finite | None = ranged("dynatemp_range")
+    dynatemp_exponent: Finite | None = ranged("dynatemp_exponent")
+    dry_multiplier: Finite | None = ranged("dry_multiplier")
+    dry_base: Finite | None = ranged("dry_base")
+    dry_allowed_length: int | None = ranged("dry_allowed_length")
+    dry_penalty_last_n: int | None = ranged("dry_penalty_last_n")
+    dry_sequence_breakers: Breakers | None = None
+    mirostat: int | None = ranged("mirostat")
+    mirostat_tau: Finite | None = ranged("mirostat_tau")
+    mirostat_eta: Finite | None = ranged("mirostat_eta")
+    adaptive_target: Finite | None = ranged("adaptive_target")
+    adaptive_decay: Finite | None = ranged("adaptive_decay")
+    repeat_penalty: Finite | None = ranged("repeat_penalty")
+    presence_penalty: Finite | None = ranged("presence_penalty")
+    frequency_penalty: Finite | None = ranged("frequency_penalty")
+    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = Field(
+        None, description="Below zero, where llama-server and Ollama have it so: another one each time."
+    )
 
 
 # docs/openai-fields.md is made from descriptions and IGNORED

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from mixedkv.chunks import ChunkChoice
+from mixedkv.chunks.chunk_choice import ChunkChoice
 from mixedkv.engine.chat.chat_template import Chat, RenderedChat
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ContextLengthError
-from mixedkv.images import PromptImage
+from mixedkv.images.picture import PromptImage
 from mixedkv.server.api.schemas import GenerationFields
 from mixedkv.server.api_error import ApiError, bad_request, from_engine
 from mixedkv.server.state import ServerState

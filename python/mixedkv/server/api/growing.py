@@ -20,7 +20,8 @@ from mixedkv.server.api.respond import SentAnswer, respond
 from mixedkv.server.api.schemas import ChatRequest, CompletionRequest, GenerationFields
 from mixedkv.server.api_error import ApiError, bad_request, session_error
 from mixedkv.server.state import ServerState
-from mixedkv.sessions import CacheSessionMetadata, ContextMessage, ErrorResponse
+from mixedkv.sessions import CacheSessionMetadata, ContextMessage
+from mixedkv.sessions.records import ErrorResponse
 
 _HEADER = "x-session-version"
 

@@ -9,10 +9,10 @@ from fastapi import APIRouter, Query, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
+from mixedkv.doors.keys import MetricsKey
 from mixedkv.errors import ModelChangedError
 from mixedkv.server.api_error import ApiError, from_engine
 from mixedkv.server.described import Described
-from mixedkv.server.http.auth import MetricsKey
 from mixedkv.server.snapshot import of_tenant, snapshot
 from mixedkv.server.state import ServerState, model_of, server_state, tenant
 

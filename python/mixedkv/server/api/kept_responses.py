@@ -16,8 +16,8 @@ from mixedkv.server.api.tools import call_json
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import ServerState, server_state, tenant
-from mixedkv.sessions import CacheSessionMetadata, CreateContextCacheRequest, ErrorResponse
-from mixedkv.sessions.records import MAX_MESSAGES
+from mixedkv.sessions import CacheSessionMetadata, CreateContextCacheRequest
+from mixedkv.sessions.records import MAX_MESSAGES, ErrorResponse
 
 router = APIRouter(route_class=JSONRoute)
 _TTL = 24 * 3600  # seconds

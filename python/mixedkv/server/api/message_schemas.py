@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from mixedkv.limits import INT32_MAX
+from mixedkv.server.api.chat_message import TextOnly, TextOrImages
 from mixedkv.server.api.fields import (
     IGNORED,
     LIST,
@@ -24,9 +25,9 @@ from mixedkv.server.api.fields import (
     StopTexts,
     Text,
     TopK,
+    ranged,
 )
 from mixedkv.server.api.hosted import Filtered, WithoutHosted, is_one_of
-from mixedkv.server.api.text_only import TextOnly, TextOrImages
 from mixedkv.server.api_error import bad_request
 
 
@@ -193,8 +194,8 @@ class MessagesRequest(CountRequest):
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)]
     stop_sequences: StopTexts | None = None
     stream: bool | None = None
-    temperature: Annotated[Finite, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    temperature: Finite | None = ranged("temperature")
+    top_p: Finite | None = ranged("top_p")
     top_k: TopK | None = None
     metadata: Annotated[dict[Name, Any], Few] | None = Field(None, description=IGNORED)
     service_tier: Name | None = Field(None, description=IGNORED)

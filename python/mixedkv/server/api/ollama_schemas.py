@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from mixedkv.engine.sample.sampling import RANGES
 from mixedkv.limits import INT32_MAX
 from mixedkv.server.api.fields import (
     FLAG,
@@ -24,42 +25,29 @@ from mixedkv.server.api.fields import (
     Finite,
     Model,
     Name,
+    SamplingFields,
     Stop,
     Text,
-    TopK,
     one_of,
 )
 from mixedkv.server.api.schemas import AnyChoice, Tool
-from mixedkv.server.keep_alive import parse_keep_alive
+from mixedkv.server.settings import parse_keep_alive
 
 _MAX_IMAGES = 64
 _SIGNATURES = {"/9j/": "jpeg", "iVBOR": "png", "R0lGOD": "gif", "UklGR": "webp"}  # in Base64
 _ONLY_ANOTHER_SERVER = "Accepted: it says how Ollama loads a model."
 
 
-class OllamaOptions(Model):
+class OllamaOptions(SamplingFields):
     """Options for generating answers. Those about loading a model are ignored."""
 
-    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
-    top_k: TopK | None = None
-    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    typical_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = Field(
-        None, description="Below zero: another one each time."
-    )
     num_predict: Annotated[int, Field(ge=-2, le=INT32_MAX)] | None = Field(
         None, description="Tokens of the answer at most; below zero: as many as there is room for."
     )
     stop: Stop | None = None
-    repeat_penalty: Annotated[Finite, Field(ge=0, le=10)] | None = Field(
+    repeat_penalty: Annotated[Finite, Field(ge=0, le=RANGES["repeat_penalty"][1])] | None = Field(
         None, description="0 is none, as clients send it that mean OpenAI's frequency_penalty."
     )
-    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
-    mirostat: Annotated[int, Field(ge=0, le=2)] | None = None
-    mirostat_tau: Annotated[Finite, Field(ge=0, le=100)] | None = None
-    mirostat_eta: Annotated[Finite, Field(ge=0, le=1)] | None = None
     num_ctx: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
         None, description="Ignored: the context is the server's `--n-ctx`."
     )

@@ -1,4 +1,4 @@
-"""Reads and renders the chat of a request."""
+"""Reads and renders the chat of a request, with its images."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from mixedkv.engine.chat.chat_template import Chat, RenderedChat, TemplateOptions, ToolChoice, check_depth
+from mixedkv.images.picture import PromptImage
+from mixedkv.images.pixels import read_data_url
 from mixedkv.server.api.chat_message import Message
-from mixedkv.server.api.images import read_images
 from mixedkv.server.api.schemas import ChatFields
 from mixedkv.server.api.tools import check_calls, checked_tools
 from mixedkv.server.api_error import ApiError, bad_request, prompt_error
@@ -139,3 +140,32 @@ def _check_variables(variables: dict[str, Any]) -> None:
 
 def _wrong(message: str) -> Exception:
     return bad_request(f"chat_template_kwargs: {message}", "chat_template_kwargs")
+
+
+_MOST = 64  # of a request
+
+
+def read_images(server: ServerState, messages: Sequence[Message]) -> list[PromptImage]:
+    """Return the images of all messages, in order. Not for the event loop, since encoding takes time.
+
+    Raises:
+        ApiError: 400, the model takes no images, or an image cannot be read.
+    """
+    urls = [(i, url) for i, message in enumerate(messages) for url in message.images]
+    if not urls:
+        return []
+    if server.projector is None:
+        raise bad_request(
+            f"messages.{urls[0][0]}.content: the model {server.model_name!r} sees no images: serve it with "
+            f"--mmproj, or leave them out",
+            "messages",
+        )
+    if len(urls) > _MOST:
+        raise bad_request(f"messages: {len(urls)} images are more than {_MOST}: leave some out", "messages")
+    images = []
+    for i, url in urls:
+        try:
+            images.append(server.projector.read(read_data_url(url)))
+        except ValueError as error:
+            raise bad_request(f"messages.{i}.content: image_url: {error}", "messages") from None
+    return images

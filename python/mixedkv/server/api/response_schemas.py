@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from mixedkv.limits import INT32_MAX
-from mixedkv.server.api.chat_message import TextPart
+from mixedkv.server.api.chat_message import TextOnly, TextOrImages, TextPart
 from mixedkv.server.api.fields import (
     IGNORED,
     LIST,
@@ -25,10 +25,10 @@ from mixedkv.server.api.fields import (
     Name,
     Text,
     one_of,
+    ranged,
 )
 from mixedkv.server.api.hosted import Filtered, WithoutHosted, is_one_of
 from mixedkv.server.api.schemas import Metadata, StreamOptions
-from mixedkv.server.api.text_only import TextOnly, TextOrImages
 
 
 class OutputText(Model):
@@ -165,8 +165,8 @@ class ResponsesRequest(WithoutHosted):
     input: Annotated[Annotated[Text, TEXT] | Annotated[Items, LIST], TEXT_OR_LIST]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    temperature: Finite | None = ranged("temperature")
+    top_p: Finite | None = ranged("top_p")
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: (
         Annotated[

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AliasChoices, BeforeValidator, Field, field_validator, model_validator
 
-from mixedkv.chunks import Repair
+from mixedkv.chunks.chunk_reuse import Repair
 from mixedkv.limits import INT32_MAX
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.server.api.chat_message import Messages, TextPart
@@ -14,6 +14,7 @@ from mixedkv.server.api.fields import (
     IGNORED,
     LIST,
     LISTS,
+    MAX_SEED,
     MAX_STOPS,
     MAX_TOOLS,
     OBJECT,
@@ -22,18 +23,16 @@ from mixedkv.server.api.fields import (
     TEXT,
     TEXT_OR_LIST,
     TEXTS,
-    Breakers,
     Few,
     Finite,
     Id,
     Model,
     Name,
-    Penalty,
+    SamplingFields,
     Stop,
     Text,
     Token,
     Tokens,
-    TopK,
     few,
     few_messages,
     one_of,
@@ -42,7 +41,6 @@ from mixedkv.sessions import CreateContextCacheRequest
 
 _MAX_CHOICES = 64
 _MAX_INPUTS = 2048  # OpenAI's
-_MAX_SEED = 2**63 - 1
 _MAX_VARIABLES = 64  # of a chat template
 
 
@@ -131,44 +129,20 @@ class Prediction(Model):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class GenerationFields(Model):
+class GenerationFields(SamplingFields):
     """The fields that chat and completions have in common."""
 
     model: Name | None = None
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop | None = None
-    seed: Annotated[int, Field(ge=-_MAX_SEED - 1, le=_MAX_SEED)] | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
     logit_bias: (
         Annotated[dict[Annotated[str, Field(max_length=10)], Annotated[Finite, Field(ge=-100, le=100)]], Few]
         | None
     ) = None
     # ours and llama.cpp's
-    top_k: TopK | None = None
-    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    typical_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    top_n_sigma: Annotated[Finite, Field(ge=-1, le=1000)] | None = None
-    xtc_probability: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    xtc_threshold: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    dynatemp_range: Annotated[Finite, Field(ge=0, le=100)] | None = None
-    dynatemp_exponent: Annotated[Finite, Field(ge=0, le=100)] | None = None
-    dry_multiplier: Annotated[Finite, Field(ge=0, le=100)] | None = None
-    dry_base: Annotated[Finite, Field(ge=0, le=100)] | None = None
-    dry_allowed_length: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    dry_penalty_last_n: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
-    dry_sequence_breakers: Breakers | None = None
-    mirostat: Annotated[int, Field(ge=0, le=2)] | None = None
-    mirostat_tau: Annotated[Finite, Field(ge=0, le=100)] | None = None
-    mirostat_eta: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    adaptive_target: Annotated[Finite, Field(ge=-1, le=1)] | None = None
-    adaptive_decay: Annotated[Finite, Field(ge=0, le=0.99)] | None = None
-    repeat_penalty: Annotated[Finite, Field(ge=0.01, le=10)] | None = None
     grammar: Annotated[Text, Field(max_length=65536)] | None = Field(
         None, description="GBNF the answer follows."
     )
@@ -203,7 +177,7 @@ class GenerationFields(Model):
     append: bool | None = Field(
         None, description="This turn becomes part of the session; default: as it was made."
     )
-    session_version: Annotated[int, Field(ge=0, le=_MAX_SEED)] | None = Field(
+    session_version: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = Field(
         None, description="Answer only if the session is at this version."
     )
     prompt_cache_key: Name | None = Field(None, description=PREFIX_FOUND)
@@ -381,7 +355,7 @@ class ContextRequest(CreateContextCacheRequest):
 
     max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
-    seed: Annotated[int, Field(ge=-_MAX_SEED - 1, le=_MAX_SEED)] | None = None
+    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
 
     _few_messages = field_validator("messages", mode="before")(few_messages)
 

@@ -12,9 +12,9 @@ from typing import Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mixedkv.doors.keys import Keys
 from mixedkv.server.api_error import ApiError, no_key, timed_out
-from mixedkv.server.http.auth import Keys
-from mixedkv.server.http.root_path import without
+from mixedkv.server.http.paths import without
 
 _OPEN = ("", "/", "/stats", "/health", "/ready", "/metrics", "/openapi.json")  # without a key
 _OPEN_FOLDER = "/page/"

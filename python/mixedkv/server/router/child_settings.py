@@ -42,11 +42,10 @@ def child_settings(
             "model": (str(model.path),),
             "model_name": model.name,
             "model_n_ctx": tuple(f"{each.name}={each.n_ctx}" for each in members if each.n_ctx),
-            "lora": tuple(f"{each.name}={each.adapter}" for each in adapters),
-            "lora_scale": tuple(f"{each.name}={each.scale:.9f}" for each in adapters),
+            "lora": tuple(f"{each.name}={each.adapter}@{each.scale:.9f}" for each in adapters),
             "mmproj": (model.mmproj,) if model.mmproj else (),
             "speculation": _speculation(settings, file, number),
-            "unix_socket": str(folder / f"{number}.sock"),
+            "host": str(folder / f"{number}.sock"),
             "metadata_url": _sessions(settings, folder),
             "restart_when_stuck": True,
         }

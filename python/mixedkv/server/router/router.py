@@ -14,13 +14,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
+from mixedkv.doors.keys import Keys, MetricsKey
 from mixedkv.errors import ClosedError
 from mixedkv.model.gguf_file import ModelFile, read_model_file
 from mixedkv.server.api.info import check_metrics_key
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.app import App, all_routes, dress, include_endpoints
 from mixedkv.server.described import description
-from mixedkv.server.http.auth import Keys, MetricsKey
 from mixedkv.server.models import ServedModel, check_adapters, check_files, check_keeps, served_models
 from mixedkv.server.router.child_settings import child_settings
 from mixedkv.server.router.exchange import ENDED, get

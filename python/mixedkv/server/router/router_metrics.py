@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from mixedkv.server.metrics import SECONDS, http_counter
+from mixedkv.doors.metrics import SECONDS, http_counter
 
 
 class RouterMetrics:

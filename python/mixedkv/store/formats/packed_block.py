@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
 from mixedkv.kv.block import KVBlock, LayerRows, RowGroup
+from mixedkv.kv.row_source import RowSource
 from mixedkv.kv.truth import FOREIGN, all_of
-from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.store.formats.packed import Array, Layers
 from mixedkv.tokens import as_tokens
-
-if TYPE_CHECKING:
-    from mixedkv.llama import Llama
 
 Rotary = Literal["interleaved", "half"]
 
 
-def rotary_of(llm: Llama) -> Rotary:
+def rotary_of(llm: RowSource) -> Rotary:
     """Return which elements of a head of K this model's RoPE turns together.
 
     "interleaved" are neighbours: 0 and 1, 2 and 3, ... "half" are half a head apart: 0 and n/2, 1 and n/2+1.
     Llama models are "interleaved" in llama.cpp and "half" in transformers. Qwen's are "half" in both.
     """
-    kind = llama_cpp.llama_model_rope_type(_llama_cpp.model(llm))
+    kind = llama_cpp.llama_model_rope_type(llm.model)
     return "interleaved" if kind == llama_cpp.LLAMA_ROPE_TYPE_NORM else "half"
 
 
 def block_from_packed(
-    layers: Sequence[tuple[Array, Array]], tokens: npt.ArrayLike, llm: Llama, *, rotary: Rotary
+    layers: Sequence[tuple[Array, Array]], tokens: npt.ArrayLike, llm: RowSource, *, rotary: Rotary
 ) -> KVBlock:
     """Make a block of a packed cache, at positions from 0.
 
@@ -111,7 +108,7 @@ def packed_from_block(block: KVBlock) -> Layers:
     return tuple(layers[il] for il in sorted(layers))
 
 
-def _n_rot(llm: Llama) -> int:
+def _n_rot(llm: RowSource) -> int:
     """Return how many elements of a head RoPE turns; the others lie behind them."""
     architecture = llm.metadata.get("general.architecture", "")
     return int(llm.metadata.get(f"{architecture}.rope.dimension_count", 2**31))

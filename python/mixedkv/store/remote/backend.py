@@ -1,14 +1,27 @@
-"""Servers that keep bytes under names, by URL."""
+"""Servers that keep bytes under names, by URL; when one that does not answer is asked again."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import io
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Protocol
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
+from mixedkv.store.entry_error import EntryError
+
 _DAY = 86400
-_SCHEMES = ("redis", "rediss", "unix", "s3")
+EXTRAS = {
+    "redis": "redis",
+    "rediss": "redis",
+    "unix": "redis",
+    "s3": "s3",
+    "file": "s3",
+}  # of the package, by scheme
+FAILURES = 3  # in a row, until nobody asks any more
+_FIRST_SECONDS, _LONGEST_SECONDS = 2.0, 60.0
 
 
 class RemoteError(Exception):
@@ -45,8 +58,6 @@ class Backend(Protocol):
             values: names and sizes.
             until: `time.monotonic` from when on waiting is of no use.
         """
-
-    def exist(self, names: Sequence[str]) -> list[bool]: ...
 
     def put(self, values: Mapping[str, bytes]) -> None:
         """Store values by their names.
@@ -86,11 +97,10 @@ class RemoteURL:
             ValueError: it is no URL of a remote.
         """
         parts = urlsplit(text)
-        if parts.scheme not in _SCHEMES or not (parts.netloc or parts.path):
+        if parts.scheme not in EXTRAS or not (parts.netloc or parts.path):
             raise ValueError(
                 f"remote: {text.partition(':')[0][:20]!r} is not the URL of a remote: use "
-                "redis://HOST:PORT/DB, "
-                "rediss://..., unix://PATH or s3://BUCKET/PREFIX"
+                "redis://HOST:PORT/DB, rediss://..., unix://PATH, s3://BUCKET/PREFIX or file:///FOLDER"
             )
         options = dict(parse_qsl(parts.query))
         ttl = _number("ttl", options.pop("ttl", 7 * _DAY), 60, 10 * 365 * _DAY)
@@ -113,3 +123,87 @@ def _number(name: str, value: object, low: float, high: float) -> float:
     if not low <= number <= high:
         raise ValueError(f"remote: {name}={str(value)[:40]}: use a number of seconds from {low} to {high}")
     return number
+
+
+class Breaker:
+    """After three failures in a row nobody asks for two seconds. Then one may: if that fails too, nobody for
+    twice as long, up to a minute. Thread-safe.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lock = clock, Lock()
+        self._failures = 0
+        self._seconds = self._until = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Nobody asks, or one does to find out."""
+        return self._failures >= FAILURES
+
+    def allows(self) -> bool:
+        """Return whether to ask now; a caller that gets True says how it went."""
+        with self._lock:
+            allowed = not self.is_open or self._clock() >= self._until
+            if self.is_open and allowed:
+                self._until = self._clock() + self._seconds  # the others wait for this one
+            return allowed
+
+    def succeeded(self) -> bool:
+        """Note a success, and return whether nobody asked before this."""
+        with self._lock:
+            was_open, self._failures, self._seconds = self.is_open, 0, 0.0
+            return was_open
+
+    def failed(self, times: int = 1) -> bool:
+        """Note a failure, and return whether nobody asks from now on."""
+        with self._lock:
+            was_open = self.is_open
+            self._failures += times
+            if self.is_open:
+                self._seconds = min(2 * self._seconds, _LONGEST_SECONDS) or _FIRST_SECONDS
+                self._until = self._clock() + self._seconds
+            return self.is_open and not was_open
+
+
+class Download(io.RawIOBase):
+    """The file of an entry while its pieces arrive, read as any file.
+
+    Args:
+        coming: pieces from `Backend.fetch`.
+        n_pieces: how many of them are the file's.
+        keep: whether `pieces` shall have them when they were read.
+    """
+
+    def __init__(self, coming: Iterator[memoryview | None], n_pieces: int, *, keep: bool) -> None:
+        self._coming, self._left, self._keep = coming, n_pieces, keep
+        self._rest = memoryview(b"")
+        self.pieces: list[bytes] = []
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Read as many bytes as there is room for; fewer only at the end.
+
+        Raises:
+            EntryError: a piece is missing.
+            RemoteError: it does not come in time.
+        """
+        view, done = memoryview(buffer).cast("B"), 0
+        while done < len(view) and (len(self._rest) or self._next()):
+            n = min(len(self._rest), len(view) - done)
+            view[done : done + n] = self._rest[:n]
+            self._rest, done = self._rest[n:], done + n
+        return done
+
+    def _next(self) -> bool:
+        if not self._left:
+            return False
+        self._left -= 1
+        piece = next(self._coming)
+        if piece is None:
+            raise EntryError("missing", "a piece of it is gone from the remote, or is not what was written")
+        if self._keep:
+            self.pieces.append(bytes(piece))
+        self._rest = piece
+        return True

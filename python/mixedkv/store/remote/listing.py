@@ -12,17 +12,18 @@ it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from mixedkv.store.entry_error import EntryError
-from mixedkv.store.entry_row import EntryRow, sound_row
+from mixedkv.store.entry_row import FIELDS, EntryRow, sound_row
 from mixedkv.store.lookup import BLOCK
 
 _VERSION = 1
 PIECE = 2 << 20  # bytes of a piece: larger ones are not faster, smaller ones are
 _MAX_PIECES = 1 << 20
+_HEX = ("content", "identity", "key")  # bytes in JSON
 _AHEAD = 64  # entries that are asked for together with the one that builds on them
 
 
@@ -67,22 +68,9 @@ class Manifest:
         ]
 
     def encode(self) -> bytes:
-        row = self.row
-        head = {
-            "id": row.id,
-            "content": row.content.hex(),
-            "identity": row.identity.hex(),
-            "label": row.label,
-            "above": list(self.above),
-            "p0": row.p0,
-            "p1": row.p1,
-            "rows": row.rows,
-            "nbytes": row.nbytes,
-            "key_id": row.key_id,
-            "key": row.key.hex(),
-            "created": row.created,
-        }
-        return json.dumps(head, separators=(",", ":")).encode() + b"\n" + row.tokens
+        head = {name: getattr(self.row, name) for name in FIELDS if name not in ("parent", "tokens", "used")}
+        head |= {name: head[name].hex() for name in _HEX} | {"above": self.above}
+        return json.dumps(head, separators=(",", ":")).encode() + b"\n" + self.row.tokens
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
@@ -95,24 +83,9 @@ class Manifest:
         try:
             head: dict[str, Any] = json.loads(text)
             above = tuple(_content(name) for name in head["above"])
-            row = sound_row(
-                (
-                    head["id"],
-                    bytes.fromhex(head["content"]),
-                    bytes.fromhex(head["identity"]),
-                    head["label"],
-                    above[0] if above else None,
-                    head["p0"],
-                    head["p1"],
-                    tokens,
-                    head["rows"],
-                    head["nbytes"],
-                    head["key_id"],
-                    bytes.fromhex(head["key"]),
-                    head["created"],
-                    head["created"],
-                )
-            )
+            head |= {name: bytes.fromhex(head[name]) for name in _HEX}
+            head |= {"parent": above[0] if above else None, "tokens": tokens, "used": head["created"]}
+            row = sound_row([head[name] for name in FIELDS])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise EntryError("damaged", f"its description is not readable: {error}") from None
         if row is None or row.nbytes > PIECE * _MAX_PIECES:
@@ -144,13 +117,11 @@ class RemoteListing:
             step = -(-(end - begin) // self._fan)
             places = [*range(begin + step - 1, end - 1, step), end - 1]
             values = self._get([at_name(hashes[i]) for i in places])
-            there = [i for i, value in zip(places, values, strict=True) if value is not None]
-            self._at.update(
-                (hashes[i], value.hex()) for i, value in zip(places, values, strict=True) if value is not None
-            )
+            there = {i: value.hex() for i, value in zip(places, values, strict=True) if value is not None}
+            self._at.update((hashes[i], content) for i, content in there.items())
             if step == 1:
                 break
-            last = there[-1] if there else begin - 1
+            last = max(there, default=begin - 1)
             begin, end = last + 1, next((i for i in places if i > last), end)
         return set(self._at)
 
@@ -183,12 +154,6 @@ class RemoteListing:
     def _ask(self, entries: list[str]) -> None:
         values = self._get([entry_name(entry) for entry in entries])
         self._data.update(zip(entries, values, strict=True))
-
-
-def pieces_of(read: Callable[[int], bytes]) -> Iterator[bytes]:
-    """Yield a file in pieces."""
-    while piece := read(PIECE):
-        yield piece
 
 
 def _content(name: Any) -> str:

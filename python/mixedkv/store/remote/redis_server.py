@@ -80,15 +80,6 @@ class RedisBackend:
         finally:
             self._pool.release(connection)
 
-    def exist(self, names: Sequence[str]) -> list[bool]:
-        def ask() -> list[Any]:
-            with self._redis.pipeline(transaction=False) as pipe:
-                for name in names:
-                    pipe.exists(_PREFIX + name)
-                return pipe.execute()
-
-        return [bool(found) for found in self._ask(ask)]
-
     def put(self, values: Mapping[str, bytes]) -> None:
         def ask() -> None:
             with self._redis.pipeline(transaction=False) as pipe:

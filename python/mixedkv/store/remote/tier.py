@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, TimeoutError
 from contextlib import closing, suppress
 from dataclasses import replace
-from typing import BinaryIO, TypeVar, cast
+from typing import BinaryIO, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -28,11 +28,17 @@ from mixedkv.store.entry_error import EntryError
 from mixedkv.store.entry_row import EntryRow
 from mixedkv.store.identity import Identity
 from mixedkv.store.lookup import BLOCK, Search, block_hashes, content_hash
-from mixedkv.store.remote.backend import RefusedError, RemoteError, RemoteURL
-from mixedkv.store.remote.breaker import FAILURES, Breaker
-from mixedkv.store.remote.download import Download
-from mixedkv.store.remote.listing import Manifest, RemoteListing, at_name, boundaries, entry_name, pieces_of
-from mixedkv.store.remote.opening import open_backend
+from mixedkv.store.remote.backend import (
+    EXTRAS,
+    FAILURES,
+    Backend,
+    Breaker,
+    Download,
+    RefusedError,
+    RemoteError,
+    RemoteURL,
+)
+from mixedkv.store.remote.listing import Manifest, RemoteListing, at_name, boundaries, entry_name
 from mixedkv.store.remote.shared_entries import SharedEntries
 from mixedkv.store.results import RemoteStats
 from mixedkv.store.sealing import unseal
@@ -48,6 +54,13 @@ _CLOSE_SECONDS = 20.0  # for what waits, when the store is closed
 _PAUSE = 0.05
 
 
+class _Send(NamedTuple):
+    """An entry that is to be sent."""
+
+    entry: str
+    identity: Identity
+
+
 class RemoteTier:
     """Reads and writes for one store.
 
@@ -61,17 +74,15 @@ class RemoteTier:
     def __init__(self, url: str, entries: SharedEntries, cipher: Cipher) -> None:
         self._url = RemoteURL.parse(url)
         self._entries, self._cipher = entries, cipher
-        self._backend = open_backend(self._url)
+        self._backend = _open(self._url)
         self._breaker = Breaker()
         self._askers = ThreadPoolExecutor(_ASKERS, "mixedkv-remote")
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._told: set[str] = set()
         self._met: set[str] = set()
-        self._news = threading.Condition()
-        self._waiting: deque[tuple[str, Identity]] = deque()
-        self._unwanted: deque[bytes] = deque()
-        self._busy = False
+        self._news = threading.Condition()  # reentrant
+        self._waiting: deque[_Send | list[bytes]] = deque()  # entries to send, and contents to remove
         self._closing = threading.Event()
         try:
             self._wait_for(self._backend.check)
@@ -97,17 +108,19 @@ class RemoteTier:
             self._closing.set()
             self._news.notify()
         self._writer.join(_CLOSE_SECONDS)
-        if self._waiting or self._unwanted:
+        if self._waiting:
             _LOG.warning(
                 "%s: %d entries were not sent, and %d not removed, which stay there until their time is over",
-                self, len(self._waiting), len(self._unwanted),
-            )  # fmt: skip
+                self,
+                self._n_to_send(),
+                sum(len(each) for each in self._waiting if isinstance(each, list)),
+            )
         self._shut()
 
     def flush(self, seconds: float) -> bool:
         """Wait until all is sent; False if it was not, or the server does not answer."""
         end = time.monotonic() + seconds
-        while self._has_work():
+        while self._waiting:
             if self._breaker.is_open or time.monotonic() > end or not self._writer.is_alive():
                 return False
             time.sleep(0.005)
@@ -117,7 +130,7 @@ class RemoteTier:
         with self._lock:
             counts = {name: self._counts[name] for name in RemoteStats.COUNTS}
         return RemoteStats(
-            url=self._url.shown, up=not self._breaker.is_open, waiting=len(self._waiting), **counts
+            url=self._url.shown, up=not self._breaker.is_open, waiting=self._n_to_send(), **counts
         )
 
     # --- reading ---
@@ -192,57 +205,54 @@ class RemoteTier:
     def offer(self, entry: str, identity: Identity) -> None:
         """Send an entry later, after what it builds on."""
         with self._news:
-            full = len(self._waiting) >= _MAX_WAITING
+            full = self._n_to_send() >= _MAX_WAITING
             if not full:
-                self._waiting.append((entry, identity))
+                self._waiting.append(_Send(entry, identity))
                 self._news.notify()
         if full:
             self._count("dropped")
             self._tell(f"{self} takes less than is stored: entries are not sent")
 
     def remove(self, contents: Iterable[bytes]) -> None:
-        """Remove entries there, by their content hashes."""
-        with self._news:
-            self._unwanted.extend(contents)
-            self._news.notify()
+        """Remove entries there, by their content hashes, before others are sent."""
+        if wanted := list(contents):
+            with self._news:
+                self._waiting.appendleft(wanted)
+                self._news.notify()
 
-    def _has_work(self) -> bool:
+    def _n_to_send(self) -> int:
         with self._news:
-            return bool(self._busy or self._waiting or self._unwanted)
+            return sum(isinstance(each, _Send) for each in self._waiting)
 
     def _write(self) -> None:
+        """Do what waits; what the server does not answer to stays and is done again."""
         while True:
             with self._news:
-                self._busy = False
-                self._news.wait_for(lambda: self._waiting or self._unwanted or self._closing.is_set())
-                if self._closing.is_set():
-                    return
-                self._busy = True
+                self._news.wait_for(lambda: self._waiting or self._closing.is_set())
+            if self._closing.is_set():
+                return
             if not self._breaker.allows():
                 self._closing.wait(_PAUSE)
                 continue
+            wanted = self._waiting[0]
             try:
-                self._write_next()
+                self._write_next(wanted)
                 self._answered()
             except RemoteError as error:
                 self._failed(error)
+                continue
+            with self._news:
+                self._waiting.remove(wanted)
 
-    def _write_next(self) -> None:
-        """Write the next entry; what is not done stays where it is."""
-        if self._unwanted:
-            some = [self._unwanted[i] for i in range(min(_NAMES, len(self._unwanted)))]
-            try:
-                self._remove(some)
-            except RefusedError as error:
-                self._tell(f"{self} removes nothing: {error}")
-            for _ in some:
-                self._unwanted.popleft()
-            return
-        entry, identity = self._waiting[0]
+    def _write_next(self, wanted: _Send | list[bytes]) -> None:
         try:
-            self._send(entry, identity)
+            if isinstance(wanted, list):
+                self._remove(wanted)
+            else:
+                self._send(wanted.entry, wanted.identity)
         except RefusedError as error:
-            self._count("refused")
+            if isinstance(wanted, _Send):
+                self._count("refused")
             self._tell(f"{self} takes no more: {error}; what is refused is not sent again")
         except EntryError as error:
             _LOG.info("an entry is not sent to %s: %s", self, error)  # evicted meanwhile
@@ -250,46 +260,30 @@ class RemoteTier:
             raise
         except Exception as error:  # storing is a service
             _LOG.warning("an entry is not sent to %s: %s: %s", self, type(error).__name__, error)
-        self._waiting.popleft()
 
     def _send(self, entry: str, identity: Identity) -> None:
         """Send an entry, and those it builds on that are not there yet."""
         self._meet(identity)
         chain, hashes = self._entries.chain(identity, entry)
-        names = [row.content.hex() for row in chain]
-        if not chain:  # evicted meanwhile
-            return
-        there = self._each(self._backend.exist, [entry_name(name) for name in names])
-        for i, row in enumerate(chain):
-            is_last = i == len(chain) - 1
-            if not there[i] or (is_last and self._is_better(identity, row)):
+        names = [row.content.hex() for row in chain]  # none: evicted meanwhile
+        there = self._get([entry_name(name) for name in names])
+        for i, (row, data) in enumerate(zip(chain, there, strict=True)):
+            is_last = row is chain[-1]
+            if data is None or (is_last and _is_better(identity, row, data)):
                 self._send_file(row, tuple(names[:i][::-1]))
-            if not there[i] or is_last:
+            if data is None or is_last:
                 listed, n = hashes[: row.p1 // BLOCK + 1][boundaries(row)], min(_NAMES, self._backend.fan)
                 for begin in range(0, len(listed), n):
                     self._put({at_name(name): row.content for name in listed[begin : begin + n]})
-
-    def _is_better(self, identity: Identity, row: EntryRow) -> bool:
-        """Return whether an entry is better than the remote's of the same name. One with another master key
-        is of no use.
-        """
-        (data,) = self._get([entry_name(row.content.hex())])
-        try:
-            other = Manifest.decode(data or b"").row
-            return row.key_id != other.key_id or coverage.is_better_row(
-                identity, row.p0, row.p1, row.rows, other.rows
-            )
-        except EntryError:
-            return True
 
     def _send_file(self, row: EntryRow, above: tuple[str, ...]) -> None:
         sent: list[str] = []
         try:
             with self._entries.open(row) as (file, size):
                 manifest = Manifest(replace(row, nbytes=size), above)
-                for (name, _), piece in zip(manifest.pieces, pieces_of(file.read), strict=True):
+                for name, n in manifest.pieces:
                     sent.append(name)
-                    self._put({name: piece})
+                    self._put({name: file.read(n)})
             self._put({manifest.name: manifest.encode()})
         except RefusedError:
             with suppress(RemoteError, RefusedError):
@@ -305,9 +299,9 @@ class RemoteTier:
             if data is not None:
                 with suppress(EntryError):
                     pieces += (name for name, _ in Manifest.decode(data).pieces)
-        self._ask(self._backend.delete, names)
-        for begin in range(0, len(pieces), _NAMES):
-            self._ask(self._backend.delete, pieces[begin : begin + _NAMES])
+        for some in (names, pieces):
+            for begin in range(0, len(some), _NAMES):
+                self._ask(self._backend.delete, some[begin : begin + _NAMES])
 
     # --- who else is there ---
 
@@ -338,12 +332,11 @@ class RemoteTier:
     # --- asking ---
 
     def _get(self, names: Sequence[str]) -> list[bytes | None]:
-        return self._each(self._backend.get, names)
-
-    def _each(self, ask: Callable[[Sequence[str]], list[_T]], names: Sequence[str]) -> list[_T]:
         """Ask for all names, as many at once as are answered in the time of one answer."""
         n = self._backend.fan
-        return [found for i in range(0, len(names), n) for found in self._ask(ask, names[i : i + n])]
+        return [
+            found for i in range(0, len(names), n) for found in self._ask(self._backend.get, names[i : i + n])
+        ]
 
     def _put(self, values: Mapping[str, bytes]) -> None:
         try:
@@ -399,5 +392,40 @@ class RemoteTier:
         self._askers.shutdown(wait=False, cancel_futures=True)
 
 
+def _open(url: RemoteURL) -> Backend:
+    """Open the client of a URL.
+
+    Raises:
+        ValueError: the URL cannot be used, or the package for it is not installed.
+    """
+    extra = EXTRAS[url.scheme]
+    try:
+        if extra == "s3":
+            from mixedkv.store.remote.objects import ObjectBackend
+
+            return ObjectBackend(url)
+        from mixedkv.store.remote.redis_server import RedisBackend
+
+        return RedisBackend(url)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"remote: {url.scheme}:// needs {error.name}, which is not installed: "
+            f"pip install 'mixedkv[{extra}]'"
+        ) from None
+
+
 def _short(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _is_better(identity: Identity, row: EntryRow, data: bytes) -> bool:
+    """Return whether an entry is better than the remote's of the same name. One with another master key is of
+    no use.
+    """
+    try:
+        other = Manifest.decode(data).row
+    except EntryError:
+        return True
+    return row.key_id != other.key_id or coverage.is_better_row(
+        identity, row.p0, row.p1, row.rows, other.rows
+    )

@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
-from mixedkv.chunks.chunk_choice import ChunkChoice
-from mixedkv.chunks.chunk_reuse import Reuse
+import numpy.typing as npt
+
 from mixedkv.config.cut_rule import CutRule
-from mixedkv.engine.schedule.checkpoints import CheckpointLimits, thinned
-from mixedkv.engine.schedule.contract import SequenceMemory
-from mixedkv.engine.schedule.sequence import Sequence
-from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.checkpoint import Checkpoint, served
-from mixedkv.kv.close_gap import close_gap
+from mixedkv.kv.close_gap import Movable, close_gap
+from mixedkv.kv.truth import Truth
 from mixedkv.prompts.overflow import LongPrompt
+from mixedkv.start.checkpoints import CheckpointLimits, thinned
+from mixedkv.start.sequence import Sequence
 from mixedkv.tokens import Tokens
 
 log = logging.getLogger("mixedkv.engine")
+
+Reuse = Literal["exact", "prefix", "chunks"]
 
 MIN_SHARED = 16  # fewest tokens that are worth a copy
 _MAX_CUT = 32  # most tokens that an idle sequence may lose when it is taken over instead of copied
@@ -57,6 +60,31 @@ class SequenceMatch:
 NO_MATCH = SequenceMatch(None, 0, True, 0)
 
 
+class SequenceMemory(Movable, Protocol):
+    """The part of a `KVCache` that the sequence pool needs."""
+
+    @property
+    def used(self) -> int: ...
+
+    def copy(self, source: int, target: int, p0: int = 0, p1: int = -1) -> None: ...
+
+    def checkpoint(self, seq: int) -> Checkpoint | None: ...
+
+    def resume(self, point: Checkpoint, n: int, source: int, target: int) -> None: ...
+
+    def holds(self, seq: int, n: int) -> bool: ...
+
+    def has_rows(self, seq: int, n: int) -> bool: ...
+
+    def truth(self, seq: int, tokens: npt.ArrayLike, p0: int = 0) -> Truth: ...
+
+    def rest(self, seq: int) -> None: ...
+
+    def wake(self, seq: int) -> None: ...
+
+    def drop_window(self, seq: int) -> None: ...
+
+
 class SequencePool:
     """All sequences of a context. Belongs to the engine's thread.
 
@@ -66,7 +94,9 @@ class SequencePool:
         max_kept: maximum number of kept prefixes, which are evicted last; None is half of all sequences.
             Tenants that ask for them share this number.
         limits: limits on checkpoints.
-        tenants: returns the limits of a tenant on kept prefixes.
+        most_kept: returns how many prefixes a tenant may keep at most; None for its equal share.
+        min_shared: fewest tokens that are worth a start.
+        n_windows: sequences that layers with a sliding window have room for, 0: all. So many run at most.
     """
 
     def __init__(
@@ -78,10 +108,14 @@ class SequencePool:
         exact_only: bool = True,
         max_kept: int | None = None,
         limits: CheckpointLimits | None = None,
-        tenants: Limits = unlimited,
+        most_kept: Callable[[str], int | None] = lambda tenant: None,
+        min_shared: int = MIN_SHARED,
+        n_windows: int = 0,
     ) -> None:
+        self._n_windows = n_windows if rule.sliding else 0
         self._memory, self.rule, self.exact_only = memory, rule, exact_only
-        self.limits, self._tenants = limits or CheckpointLimits(), tenants
+        self.limits, self._most_kept = limits or CheckpointLimits(), most_kept
+        self._min_shared = min_shared
         self._all = [Sequence(i) for i in range(n_seq)]
         self._max_kept = max(1, n_seq // 2) if max_kept is None else max_kept
         self._clock = 0
@@ -109,7 +143,7 @@ class SequencePool:
         share = self._max_kept // max(1, len(by_tenant))
         kept: set[int] = set()
         for tenant, seqs in by_tenant.items():
-            most = self._tenants(tenant).kept
+            most = self._most_kept(tenant)
             kept.update(seq.id for seq in seqs[: share if most is None else min(share, most)])
         return kept
 
@@ -129,7 +163,7 @@ class SequencePool:
         )
 
     def match(
-        self, tenant: str, prompt: Tokens, accept: Reuse | None = None, chunks: ChunkChoice | None = None
+        self, tenant: str, prompt: Tokens, accept: Reuse | None = None, chunks: object | None = None
     ) -> SequenceMatch:
         """Find the longest usable cached prefix of a prompt, at most all but its last token.
 
@@ -146,7 +180,7 @@ class SequencePool:
                 and (not seq.stitched or (_is_chunks(seq, accept) and chunks in (None, seq.chunks)))
             ):
                 n = min(seq.common(prompt), len(prompt) - 1)
-                if n >= MIN_SHARED or (seq.keep and 0 < n == len(seq.tokens)):
+                if n >= self._min_shared or (seq.keep and 0 < n == len(seq.tokens)):
                     best = _better(best, self._match(seq, n, exact_only and not seq.stitched))
         return best
 
@@ -165,7 +199,7 @@ class SequencePool:
             wanted, dropped = prompt.beginning(len(seq.tokens) + 1, gone), prompt.to_drop(gone)
             more = dropped - gone
             n = min(seq.common(wanted), len(wanted) - 1) - more
-            if n <= max(best.n, prompt.head + MIN_SHARED) or (more and not self.can_move):
+            if n <= max(best.n, prompt.head + self._min_shared) or (more and not self.can_move):
                 continue
             if not self._has_rows(seq, n + more):
                 continue
@@ -201,7 +235,7 @@ class SequencePool:
             return SequenceMatch(seq, n, False, n)
         at, point = served(seq.checkpoints, n)
         exact = point is not None and self.is_exact(seq, end=at)
-        if point is None or at < MIN_SHARED or (exact_only and not exact):
+        if point is None or at < self._min_shared or (exact_only and not exact):
             return replace(NO_MATCH, longest=n)
         return SequenceMatch(seq, at, exact, n, point)
 
@@ -232,6 +266,7 @@ class SequencePool:
     def acquire(self, tenant: str, match: SequenceMatch) -> Sequence | None:
         """Return a running sequence that starts with the match's rows; None when all are running."""
         source = match.source
+        self._free_windows(1, source if match.checkpoint is None else None)
         if source is None:
             seq = self._free(None)
         elif not match.dropped and (match.again or self._may_continue(source, match.n)):
@@ -244,13 +279,14 @@ class SequencePool:
             return None
         seq.tenant, seq.running, seq.session = tenant, True, None
         seq.keep = seq.paused = False
-        seq.whole = True
+        seq.whole, seq.windowless = True, False
         seq.stitched = source is not None and (source.stitched or match.dropped > 0)
         seq.chunks = source.chunks if source is not None and seq.stitched else None
         seq.gap, seq.n_prompt = None, 0
         if source is not None:  # a prefix that is shared counts as used, however old it is
             self.touch(source)
             self._memory.wake(seq.id)  # its window is whole now, and others may be evaluated first
+        self._free_windows(0, None)
         self.touch(seq)
         return seq
 
@@ -269,6 +305,20 @@ class SequencePool:
             self._make_room(seq)
         if not seq.running and (seq.saved or not exact):
             self._memory.rest(seq.id)
+
+    def _free_windows(self, n_more: int, spare: Sequence | None) -> None:
+        """Have layers with a sliding window let go of idle sequences but `spare`, until they have room for
+        `n_more`: the ones first that a checkpoint brings back, then the ones used the longest ago.
+        """
+        if not self._n_windows:
+            return
+        holders = [seq for seq in self._all if (seq.running or seq.tokens) and not seq.windowless]
+        idle = [seq for seq in holders if not seq.running and seq is not spare]
+        idle.sort(key=lambda seq: (seq.paused, not seq.saved, seq.used_at))
+        for seq in idle[: max(0, len(holders) + n_more - self._n_windows)]:
+            self._memory.drop_window(seq.id)
+            seq.windowless, seq.whole = True, False
+            seq.version += 1
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
@@ -331,7 +381,7 @@ class SequencePool:
         """Remove the rows of a sequence."""
         self._memory.remove(seq.id)
         seq.tokens, seq.checkpoints, seq.whole = array("i"), [], True
-        seq.shared = 0
+        seq.shared, seq.windowless = 0, False
         seq.version += 1
 
     def n_copied(self, seq: Sequence, end: int) -> int:
@@ -463,6 +513,15 @@ class SequencePool:
             if not self.evict(spare):
                 return None
         return None
+
+
+def is_better(n: int, exact: bool, match: SequenceMatch, least: int = 0) -> bool:
+    """Return whether `n` stored tokens are a better start than those that the context has: at least `least`
+    more, since they are loaded; without that as many too, if those of the context are not exact.
+    """
+    if least:
+        return n >= match.n + least
+    return (n, exact) > (match.n, match.exact)
 
 
 def _is_chunks(seq: Sequence, accept: Reuse | None) -> bool:

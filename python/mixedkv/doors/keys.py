@@ -10,7 +10,7 @@ import stat
 from pathlib import Path
 
 from mixedkv.engine.schedule.tenant_limits import TenantLimits
-from mixedkv.sessions import Quota
+from mixedkv.sessions.metadata import Quota
 from mixedkv.store import Share
 
 _TENANT = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # the store refuses ".."

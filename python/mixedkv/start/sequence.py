@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mixedkv.chunks.chunk_choice import ChunkChoice
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.prompts.overflow import Gap
 from mixedkv.tokens import Tokens, common_prefix
@@ -29,6 +28,7 @@ class Sequence:
         shared: other sequences may have its rows at the positions below.
         session: whose prefix it then is, if it is a session's.
         n_prompt: how many of its tokens were the prompt that was answered last; 0 where none was.
+        windowless: layers with a sliding window have let go of it; a checkpoint brings it back.
         guest: nobody waits for its rows; it runs, and is evicted before all others.
         version: changes whenever rows are taken away, so that who reads rows later can tell.
     """
@@ -42,11 +42,12 @@ class Sequence:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     whole: bool = True
     stitched: bool = False
-    chunks: ChunkChoice | None = None
+    chunks: object | None = None
     gap: Gap | None = None
     shared: int = 0
     session: str | None = None
     n_prompt: int = 0
+    windowless: bool = False
     guest: bool = False
     used_at: int = 0
     version: int = 0

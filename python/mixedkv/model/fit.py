@@ -1,0 +1,209 @@
+"""Fits a model into the memory that is free: chooses the context and the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from mixedkv.config import KVSetting, MixedKVConfig, parse_kv
+from mixedkv.limits import CELLS
+from mixedkv.model.footprint import WINDOWED, ModelShape, Sliding, footprint
+from mixedkv.model.gguf_file import ModelFile
+from mixedkv.model.settle import fit_window, settle
+from mixedkv.sizes import format_bytes
+
+_ENOUGH = 32_768  # tokens: rows are made coarser only to reach so many
+_LEAST = 512
+_SPARE = 8  # of what is free, one part is left alone
+_KEPT = {"mixed": 96, "mixed:balanced": 99, "mixed:quality": 99}  # docs/choosing-a-cache.md, SmolLM2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fit:
+    """What was chosen for the memory that was free.
+
+    Args:
+        n_ctx: tokens of the context.
+        kv: its cache.
+        n_bytes: bytes of the cache.
+        n_left: bytes that are still free then, None where the system does not say.
+        n_ctx_train: what the model was trained with, 0 if its file does not tell.
+        n_gpu_layers: layers on a GPU, -1: all.
+    """
+
+    n_ctx: int
+    kv: KVSetting
+    n_bytes: int
+    n_left: int | None
+    n_ctx_train: int
+    n_gpu_layers: int = 0
+
+    def __str__(self) -> str:
+        limit = "the model's limit" if self.n_ctx == self.n_ctx_train else "as many as fit"
+        name = next((name for name in _KEPT if parse_kv(name) == self.kv), str(self.kv))
+        kept = f": the likeliest token stays at {_KEPT[name]} of 100 places" if name in _KEPT else ""
+        free = "" if self.n_left is None else f"; {format_bytes(self.n_left)} free"
+        layers = "all" if self.n_gpu_layers < 0 else str(self.n_gpu_layers)
+        gpu = f", {layers} layers on the GPU" if self.n_gpu_layers else ""
+        return f"{self.n_ctx:,} tokens ({limit}), {name}, {format_bytes(self.n_bytes)}{kept}{gpu}{free}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where a context is to fit.
+
+    Args:
+        n_seq: sequences that share it; `n_stream` equal parts have sequences of their own.
+        on_cpu: the cache lies in CPU memory.
+        weights: bytes of weights that are still to be loaded.
+        compute: bytes of compute buffers for a context of some tokens.
+        room: bytes that are free, None where the system does not say.
+    """
+
+    shape: ModelShape
+    n_seq: int = 1
+    n_stream: int = 1
+    sliding: Sliding = WINDOWED
+    on_cpu: bool = True
+    weights: int = 0
+    compute: Callable[[int], int]
+    room: int | None
+
+    def settled(self, kv: KVSetting, n_ctx: int) -> KVSetting:
+        """Return the setting as a context of `n_ctx` tokens has it.
+
+        Raises:
+            ValueError: its budget is too small.
+        """
+        if isinstance(kv, MixedKVConfig) and not kv.is_settled:
+            return settle(
+                kv,
+                self.shape,
+                n_ctx,
+                self.n_seq,
+                n_stream=self.n_stream,
+                on_cpu=self.on_cpu,
+                sliding=self.sliding,
+            )
+        return fit_window(kv, self.shape, n_ctx, self.n_seq, self.n_stream, self.sliding)
+
+    def size(self, kv: KVSetting, n_ctx: int) -> int:
+        """Return the bytes of a cache."""
+        n, n_seq = n_ctx // self.n_stream, self.n_seq // self.n_stream
+        return self.n_stream * footprint(self.shape, self.settled(kv, n_ctx), n, n_seq, self.sliding).bytes
+
+    def left(self, n_ctx: int) -> int | None:
+        """Return the bytes that the cache of such a context may take."""
+        if self.room is None:
+            return None
+        return self.room - self.room // _SPARE - self.weights - self.compute(n_ctx)
+
+    def fits(self, kv: KVSetting, n_ctx: int) -> bool:
+        left = self.left(n_ctx)
+        try:
+            return n_ctx <= _ENOUGH if left is None else self.size(kv, n_ctx) <= left
+        except ValueError:
+            return False
+
+    @property
+    def most(self) -> int:
+        """Tokens of the longest context to try."""
+        return self.shape.n_ctx_train or _ENOUGH
+
+    @property
+    def enough(self) -> int:
+        """Tokens that are worth coarser rows, or fewer layers on a GPU."""
+        return min(_ENOUGH, self.most)
+
+
+def fit(place: Place, kv: KVSetting | None) -> Fit:
+    """Return the longest context that fits, up to what the model was trained with.
+
+    Where nothing fits beside the weights it is the smallest one: weights are mapped, and give way.
+
+    Args:
+        kv: the cache; None is "mixed", with coarser rows if only they give a context of 32,768 tokens.
+    """
+    chosen = kv or parse_kv("mixed")
+    n_ctx = _longest(place.most, partial(place.fits, chosen))
+    if kv is None and n_ctx < place.enough and place.on_cpu and place.room is not None:
+        longer = _longest(place.enough, lambda n: _squeezed(place, n) is not None)
+        if longer > n_ctx and (squeezed := _squeezed(place, longer)) is not None:
+            chosen, n_ctx = squeezed, longer
+    n_ctx = max(n_ctx, min(_LEAST, place.most))
+    n_bytes = place.size(chosen, n_ctx)
+    taken = n_bytes + place.compute(n_ctx) + place.weights
+    return Fit(
+        n_ctx=n_ctx,
+        kv=place.settled(chosen, n_ctx),
+        n_bytes=n_bytes,
+        n_left=None if place.room is None else max(0, place.room - taken),
+        n_ctx_train=place.shape.n_ctx_train,
+    )
+
+
+def fit_with_gpu(place: Place, kv: KVSetting | None, free: int, n_gpu_layers: int | None) -> Fit:
+    """Fit a model into a machine with GPUs, of whose memory `free` bytes are free together.
+
+    All layers go there if the context is long enough then, else as many as fit with their part of the weights
+    and the cache.
+
+    Args:
+        n_gpu_layers: what was asked for; None: to be chosen.
+    """
+    if n_gpu_layers in (None, -1):
+        whole = fit(replace(place, on_cpu=False, room=free), kv)
+        if n_gpu_layers == -1 or (whole.n_ctx >= place.enough and place.weights < free):
+            return replace(whole, n_gpu_layers=-1)
+    found, n_layer = fit(place, kv or parse_kv("mixed")), place.shape.n_layer
+    room = free - free // _SPARE - place.compute(found.n_ctx)
+    n = room * n_layer // max(1, place.weights + found.n_bytes)
+    return replace(found, n_gpu_layers=max(0, min(n_layer, n)) if n_gpu_layers is None else n_gpu_layers)
+
+
+def check_room(place: Place, kv: KVSetting, n_ctx: int) -> None:
+    """Check that a cache fits into the memory that is free, whatever the weights take.
+
+    Raises:
+        ValueError: it does not; the message has the choice that fits.
+    """
+    if place.room is None or (taken := place.size(kv, n_ctx)) <= place.room:
+        return
+    choice = fit(place, kv)
+    raise ValueError(
+        f"n_ctx={n_ctx} and kv={str(kv)!r} take {format_bytes(taken)} for the cache, and "
+        f"{format_bytes(place.room)} are free. n_ctx={choice.n_ctx} fits: {choice}"
+    )
+
+
+def compute_bytes(file: ModelFile, n_ubatch: int, n_ctx: int) -> int:
+    """Estimate the bytes of compute buffers: F32 activations of a micro-batch, its mask, and the logits of
+    some tokens.
+    """
+    n_ff = file.get("feed_forward_length", 0)  # of each layer, where they differ
+    width, n_ff = int(file.get("embedding_length", 0)), max(n_ff) if isinstance(n_ff, list) else int(n_ff)
+    n_vocab = int(file.get("vocab_size", 32768))
+    return 4 * n_ubatch * (8 * width + 3 * n_ff + n_ctx) + 4 * 64 * n_vocab
+
+
+def _squeezed(place: Place, n_ctx: int) -> KVSetting | None:
+    """Return the best setting whose cache of `n_ctx` tokens fits, None if none does."""
+    left = place.left(n_ctx)
+    if left is None or left <= 0:
+        return None
+    try:
+        return place.settled(MixedKVConfig(budget=left), n_ctx)
+    except ValueError:
+        return None
+
+
+def _longest(most: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number of tokens that fits, `most` or a multiple of `CELLS`; 0 if none does."""
+    if fits(most):
+        return most
+    low, high = 0, -(-most // CELLS)  # `low` fits, `high` does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle * CELLS) else (low, middle)
+    return low * CELLS

@@ -1,0 +1,135 @@
+"""A context that fits into the memory that is free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mixedkv import Llama
+from mixedkv.bundled import model_path
+from mixedkv.config import parse_kv
+from mixedkv.model.fit import Place, check_room, fit, fit_with_gpu
+from mixedkv.model.footprint import LayerShape, ModelShape, Sliding
+from mixedkv.native.memory import memory_room
+
+GIB = 1 << 30
+WEIGHTS = {"1B": 808 << 20, "8B": 4920 << 20}  # Q4_K_M
+LAYERS = {"1B": (16, 8, 64), "8B": (32, 8, 128)}
+TRAINED = 131_072
+
+
+def place(name: str, room: int | None, n_seq: int = 16, **fields: object) -> Place:
+    n_layer, n_head, head = LAYERS[name]
+    layers = tuple(LayerShape(il, n_head, head, head) for il in range(n_layer))
+    shape = ModelShape("llama", name, n_layer, (32,) * n_layer, TRAINED, 0, layers)
+    given = {"sliding": Sliding(n_windows=8), "weights": WEIGHTS[name], **fields}
+    return Place(shape=shape, n_seq=n_seq, compute=compute, room=room, **given)
+
+
+def compute(n_ctx: int) -> int:
+    return (100 << 20) + 2048 * n_ctx
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "n_ctx"), [("1B", 2, 32_768), ("1B", 8, TRAINED), ("8B", 8, 32_768), ("8B", 24, TRAINED)]
+)
+def test_what_is_chosen_for_machines_fits(name: str, gib: int, n_ctx: int) -> None:
+    """2, 8 and 24 GiB: agents that send 18,000 tokens are answered on each."""
+    where = place(name, gib * GIB)
+    found = fit(where, None)
+    taken = found.n_bytes + where.compute(found.n_ctx) + where.weights
+    assert taken <= gib * GIB * 7 // 8
+    assert found.n_left == gib * GIB - taken
+    assert found.n_ctx >= n_ctx
+
+
+def test_more_does_not_fit() -> None:
+    where = place("8B", 8 * GIB)
+    found = fit(where, parse_kv("mixed"))
+    assert found.n_ctx % 256 == 0
+    assert where.fits(parse_kv("mixed"), found.n_ctx)
+    assert not where.fits(parse_kv("mixed"), found.n_ctx + 256)
+
+
+def test_rows_are_made_coarser_only_to_reach_what_agents_need() -> None:
+    least = place("8B", 13 * GIB // 2)
+    assert fit(least, parse_kv("mixed")).n_ctx < 32_768
+    found = fit(least, None)
+    assert found.kv != parse_kv("mixed")
+    assert fit(least, parse_kv("mixed")).n_ctx < found.n_ctx <= 32_768
+    assert fit(place("8B", 24 * GIB), None).kv == parse_kv("mixed")
+
+
+def test_a_budget_is_kept() -> None:
+    found = fit(place("1B", 24 * GIB), parse_kv("mixed:budget=500MiB"))
+    assert found.n_bytes <= 500 << 20
+    assert found.n_ctx > 32_768
+
+
+def test_where_nothing_is_known_of_memory() -> None:
+    found = fit(place("1B", None), None)
+    assert found.n_ctx == 32_768
+    assert found.n_left is None
+
+
+def test_where_the_weights_alone_are_too_much() -> None:
+    assert fit(place("8B", 2 * GIB), None).n_ctx == 512
+
+
+def test_the_line_is_for_people() -> None:
+    assert str(fit(place("1B", 24 * GIB, n_seq=1), None)) == (
+        "131,072 tokens (the model's limit), mixed, 1.1 GiB: the likeliest token stays at 96 of 100 places; "
+        "21.7 GiB free"
+    )
+
+
+def test_layers_go_to_a_gpu_that_has_room() -> None:
+    where = place("8B", 24 * GIB)
+    whole = fit_with_gpu(where, None, 24 * GIB, None)
+    assert (whole.n_gpu_layers, whole.n_ctx) == (-1, TRAINED)
+    some = fit_with_gpu(where, None, 4 * GIB, None)
+    assert 4 <= some.n_gpu_layers <= 16
+    assert fit_with_gpu(where, None, 4 * GIB, 5).n_gpu_layers == 5
+
+
+def test_too_much_is_refused_with_the_choice_that_fits() -> None:
+    where = place("8B", 6 * GIB, n_seq=1, weights=0)
+    with pytest.raises(
+        ValueError, match=r"take 16\.0 GiB for the cache, and 6\.0 GiB are free\. n_ctx=\d+ fits"
+    ):
+        check_room(where, parse_kv("f16"), TRAINED)
+    check_room(where, parse_kv("mixed"), TRAINED)
+
+
+def test_a_llama_is_fitted_into_its_control_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that is planted where the kernel has them, version 2 and version 1."""
+    proc, groups = tmp_path / "proc", tmp_path / "groups"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text(f"MemTotal: {24 << 20} kB\nMemAvailable: {23 << 20} kB\n")
+    monkeypatch.setattr("mixedkv.llama.memory_room", lambda: memory_room(proc, groups))
+    size = model_path().stat().st_size
+    for line, folder, limit, usage in (
+        ("0::/box", groups / "box", "memory.max", "memory.current"),
+        ("4:memory:/box", groups / "memory" / "box", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        folder.mkdir(parents=True)
+        (proc / "self" / "cgroup").write_text(line)
+        (folder / usage).write_text("0")
+        (folder / "memory.stat").write_text("")
+        (folder / limit).write_text(str(64 << 30))
+        with Llama(model_path(), n_ctx="fit", n_seq_max=16, kv_unified=True, verbose=False) as llm:
+            assert llm.fitted is not None
+            trained = llm.fitted.n_ctx_train
+            assert llm.fitted.n_ctx == trained <= llm.n_ctx()
+        (folder / limit).write_text(str(size + (26 << 20)))
+        with Llama(model_path(), n_ctx="fit", n_seq_max=16, kv_unified=True, verbose=False) as llm:
+            assert 512 <= llm.fitted.n_ctx < trained
+            stats = llm.kv.stats()
+            assert stats.bytes_total == llm.fitted.n_bytes
+
+
+def test_models_without_rows(zoo_path: Callable[[str], Path]) -> None:
+    with Llama(zoo_path("mamba"), n_ctx="fit", verbose=False) as llm:
+        assert llm.n_ctx() >= 512
