@@ -7,6 +7,7 @@
 #include "attention/tc3.h"
 #include "blocks/present.h"
 #include "hooks/windows.h"
+#include "rows/access.h"
 
 #include "llama-model.h"
 

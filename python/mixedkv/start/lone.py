@@ -169,7 +169,11 @@ class LoneSequence:
 
         Returns:
             What was reused, with the tokens dropped from it, and how many were evaluated.
+
+        Raises:
+            RuntimeError, ValueError, UnsupportedModelError: as `eval`.
         """
+        self._check_mine()
         prompt = np.asarray(tokens, np.int32)
         if len(prompt) < self.size:
             reused = self.start(prompt, exact_live=exact_only, exact_stored=exact_only)
@@ -259,10 +263,7 @@ class LoneSequence:
             RuntimeError: someone else has claimed the sequence.
             ValueError, UnsupportedModelError: the context is full, and nothing can be dropped.
         """
-        if not self.mine:
-            raise RuntimeError(
-                "another answer was begun on this Llama: read a stream to its end or close it before the next"
-            )
+        self._check_mine()
         done = 0
         while done < len(tokens):
             if self._llm.n_tokens == self.size:
@@ -284,6 +285,12 @@ class LoneSequence:
             self._llm.eval(np.concatenate([held[:sinks], held[end:]]).tolist())
         seq.gap, seq.stitched = gap, True
         self._tell(begin)
+
+    def _check_mine(self) -> None:
+        if not self.mine:
+            raise RuntimeError(
+                "another answer was begun on this Llama: read a stream to its end or close it before the next"
+            )
 
     def _check_room(self) -> int:
         """Return how many first tokens stay where others are dropped, if that can be done."""
