@@ -29,7 +29,7 @@ from mixedkv.errors import (
 from mixedkv.guarded_llama import GuardedLlama
 from mixedkv.kv.cache import KVCache
 from mixedkv.limits import padded
-from mixedkv.model.fit import Fit, Place, check_room, compute_bytes, fit, fit_with_gpu
+from mixedkv.model.fit import ContextPlace, Fit, check_room, compute_bytes, fit, fit_with_gpu
 from mixedkv.model.footprint import Sliding, model_shape
 from mixedkv.model.gguf_file import (
     ModelFile,
@@ -173,7 +173,7 @@ class Llama(GuardedLlama):
             asked = self._setting if chosen else None
             n_ctx = self._choose(file, place, asked, kwargs)
         n_ctx_asked = n_ctx or int(file.get("context_length", 0))
-        self._setting = self._settle(place, n_ctx_asked, kv)
+        self._setting = self._settle(file, place, n_ctx_asked, kv)
         if place is not None and n_windows:
             self._n_windows = place.sliding.windows(place.shape.window, n_ctx_asked, self._n_seq_max)
         if not (embedding or kwargs.get("vocab_only")) and stream_layers is None and memory is None:
@@ -454,7 +454,7 @@ class Llama(GuardedLlama):
         }
         return {**state, **own, **self._asked}
 
-    def _place(self, file: ModelFile, given: dict[str, Any], weights: Llama | None) -> Place | None:
+    def _place(self, file: ModelFile, given: dict[str, Any], weights: Llama | None) -> ContextPlace | None:
         """Return where the context is to fit; None where its shape is not known: llama.cpp has the last
         word.
         """
@@ -464,7 +464,7 @@ class Llama(GuardedLlama):
             return None
         n_ubatch = min(given.get("n_ubatch", _N_BATCH), given.get("n_batch", _N_BATCH))
         sliding = Sliding(full=given["swa_full"], n_windows=self._n_windows, n_ubatch=n_ubatch)
-        return Place(
+        return ContextPlace(
             shape=shape,
             n_seq=self._n_seq_max,
             n_stream=1 if self._kv_unified else self._n_seq_max,
@@ -476,24 +476,30 @@ class Llama(GuardedLlama):
         )
 
     def _choose(
-        self, file: ModelFile, place: Place | None, kv: KVSetting | None, given: dict[str, Any]
+        self, file: ModelFile, place: ContextPlace | None, kv: KVSetting | None, given: dict[str, Any]
     ) -> int:
         """Choose the context, the cache, and layers on a GPU that nothing was said of; return the context."""
         if place is None:
             return default_n_ctx(file)
         free, layers = gpu_room(), given.get("n_gpu_layers")
         if free is None or layers == 0:
-            self._fit = fit(place, kv)
+            chosen = fit(place, kv)
         else:
-            self._fit = fit_with_gpu(place, kv, free, layers)
-            given["n_gpu_layers"] = self._fit.n_gpu_layers
-        self._setting = self._fit.kv
-        return self._fit.n_ctx
+            chosen = fit_with_gpu(place, kv, free, layers)
+            given["n_gpu_layers"] = chosen.n_gpu_layers
+        self._fit, self._setting = chosen, chosen.kv
+        return chosen.n_ctx
 
-    def _settle(self, place: Place | None, n_ctx: int, asked: str | KVSetting | None) -> KVSetting:
+    def _settle(
+        self, file: ModelFile, place: ContextPlace | None, n_ctx: int, asked: str | KVSetting | None
+    ) -> KVSetting:
         """Settle a budget or a number of bits, and a window that is too wide for the context."""
         setting = self._setting
-        if not isinstance(setting, MixedKVConfig) or place is None:
+        if not isinstance(setting, MixedKVConfig):
+            return setting
+        if place is None:
+            if not setting.is_settled:
+                model_shape(file)  # says what is not known
             return setting
         if not n_ctx:
             if setting.budget:
@@ -508,7 +514,7 @@ class Llama(GuardedLlama):
             )
         return settled
 
-    def _check_room(self, place: Place | None, n_ctx: int) -> None:
+    def _check_room(self, place: ContextPlace | None, n_ctx: int) -> None:
         if place is not None and place.on_cpu and n_ctx and self._fit is None:
             check_room(place, self._setting, n_ctx)
 

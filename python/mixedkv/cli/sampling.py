@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mixedkv.cli.values import between, temperature, whole
-from mixedkv.engine.sample.sampling import RANGES
 from mixedkv.engine.sample.sampling_defaults import sampling_defaults
+from mixedkv.limits import RANGES
 from mixedkv.model.gguf_file import read_model_file
 
 _NAMES = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")

@@ -50,7 +50,7 @@ class Fit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class ContextPlace:
     """Where a context is to fit.
 
     Args:
@@ -117,7 +117,7 @@ class Place:
         return min(_ENOUGH, self.most)
 
 
-def fit(place: Place, kv: KVSetting | None) -> Fit:
+def fit(place: ContextPlace, kv: KVSetting | None) -> Fit:
     """Return the longest context that fits, up to what the model was trained with.
 
     Where nothing fits beside the weights it is the smallest one: weights are mapped, and give way.
@@ -143,7 +143,7 @@ def fit(place: Place, kv: KVSetting | None) -> Fit:
     )
 
 
-def fit_with_gpu(place: Place, kv: KVSetting | None, free: int, n_gpu_layers: int | None) -> Fit:
+def fit_with_gpu(place: ContextPlace, kv: KVSetting | None, free: int, n_gpu_layers: int | None) -> Fit:
     """Fit a model into a machine with GPUs, of whose memory `free` bytes are free together.
 
     All layers go there if the context is long enough then, else as many as fit with their part of the weights
@@ -162,7 +162,7 @@ def fit_with_gpu(place: Place, kv: KVSetting | None, free: int, n_gpu_layers: in
     return replace(found, n_gpu_layers=max(0, min(n_layer, n)) if n_gpu_layers is None else n_gpu_layers)
 
 
-def check_room(place: Place, kv: KVSetting, n_ctx: int) -> None:
+def check_room(place: ContextPlace, kv: KVSetting, n_ctx: int) -> None:
     """Check that a cache fits into the memory that is free, whatever the weights take.
 
     Raises:
@@ -187,7 +187,7 @@ def compute_bytes(file: ModelFile, n_ubatch: int, n_ctx: int) -> int:
     return 4 * n_ubatch * (8 * width + 3 * n_ff + n_ctx) + 4 * 64 * n_vocab
 
 
-def _squeezed(place: Place, n_ctx: int) -> KVSetting | None:
+def _squeezed(place: ContextPlace, n_ctx: int) -> KVSetting | None:
     """Return the best setting whose cache of `n_ctx` tokens fits, None if none does."""
     left = place.left(n_ctx)
     if left is None or left <= 0:

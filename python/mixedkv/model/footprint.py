@@ -95,7 +95,7 @@ class Sliding:
 
     Args:
         full: all of the context.
-        n_windows: windows of so many sequences at most, in a third of the context, but four; 0: of all.
+        n_windows: windows of so many sequences at most, in a quarter of the context, but four; 0: of all.
         n_ubatch: tokens of a micro-batch.
     """
 
@@ -107,7 +107,7 @@ class Sliding:
         """Return how many sequences have a window at a time."""
         if self.full or not (self.n_windows and window):
             return n_seq
-        return min(n_seq, self.n_windows, max(_LEAST_WINDOWS, (n_ctx // 3 - self.n_ubatch) // window))
+        return min(n_seq, self.n_windows, max(_LEAST_WINDOWS, (n_ctx // 4 - self.n_ubatch) // window))
 
     def n_cells(self, window: int, n_ctx: int, n_seq: int) -> int:
         """Return the cells of these layers."""

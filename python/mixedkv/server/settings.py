@@ -12,9 +12,8 @@ from pydantic import field_validator, model_validator
 
 from mixedkv.chunks.passages import parse_chunks
 from mixedkv.doors.settings import SIZE, DoorSettings, Gigabytes, Megabytes, Several, option
-from mixedkv.engine.sample.sampling import RANGES
 from mixedkv.hosts import is_local
-from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS
+from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS, RANGES
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.sessions.metadata_url import beside
 from mixedkv.sizes import parse_size

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from mixedkv.bundled.corpus import make_recall
 from mixedkv.chat import MessageCache
 from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager, CreateContextCacheRequest
 from mixedkv.sessions.records import CreateCacheResponse
+from mixedkv.start.lone import LoneSequence
 from mixedkv.store import Identity, KVStore
 from support.conversation_support import (
     GREEDY,
@@ -158,6 +161,16 @@ def test_an_answer_that_was_overtaken_stores_nothing_of_the_other(
     assert "another answer was begun" in stream.result.usage.reason
     match = store.find(Identity.of(llm, tenant="ada"), tokens)
     assert match is None or match.n_tokens < 5  # <bos><|user|> and the like
+
+
+def test_a_claim_that_nobody_has_left_keeps_no_llama_alive(store: KVStore) -> None:
+    llm = open_llama()
+    LoneSequence(llm, store, Identity.of(llm), "test", untouched=True)
+    alive = weakref.ref(llm)
+    llm.close()
+    del llm
+    gc.collect()
+    assert alive() is None
 
 
 def test_what_is_live_under_another_window_is_computed_again() -> None:

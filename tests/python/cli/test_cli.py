@@ -243,7 +243,8 @@ def test_serve_without_its_extra_names_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pydantic_settings", None)
-    monkeypatch.delitem(sys.modules, "mixedkv.server.settings", raising=False)
+    for name in ("mixedkv.doors.settings", "mixedkv.server.settings"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
     assert main(["serve", "--help"]) == 2
     assert "needs pydantic_settings, which is not installed: pip install 'mixedkv[server]'" in (
         capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.engine import ChunkConnector, Engine, Sampling, StoreConnector
+from mixedkv.engine.answer import Answer
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ContextLengthError
@@ -82,3 +83,24 @@ def test_the_context_is_searched_once_for_a_prompt(
         assert third.text == first.text
         assert third.job.cached_tier in ("ram", "disk")
         assert len(searched) == 1
+
+
+def test_a_session_keeps_what_another_one_has_stored(llm: Llama, tmp_path: Path) -> None:
+    """The second had nothing new to store, and lost all when the first was removed."""
+    store = KVStore(tmp_path)
+    connector = StoreConnector(store)
+    with Engine(llm, connector=connector) as engine:
+        for session in ("a", "b"):
+            request = Request(
+                prompt=list(range(40, 140)),
+                max_tokens=4,
+                sampling=Sampling(temperature=0.0),
+                session=session,
+            )
+            (job,) = engine.prepare([request])
+            answer = Answer(engine, job)
+            engine.submit_jobs([job])
+            assert answer.result()
+            connector.flush()
+        assert store.remove(session="a") == 0
+        assert store.remove(session="b") > 0

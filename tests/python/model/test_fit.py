@@ -10,7 +10,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.config import parse_kv
-from mixedkv.model.fit import Place, check_room, fit, fit_with_gpu
+from mixedkv.model.fit import ContextPlace, check_room, fit, fit_with_gpu
 from mixedkv.model.footprint import LayerShape, ModelShape, Sliding
 from mixedkv.native.memory import memory_room
 
@@ -20,12 +20,12 @@ LAYERS = {"1B": (16, 8, 64), "8B": (32, 8, 128)}
 TRAINED = 131_072
 
 
-def place(name: str, room: int | None, n_seq: int = 16, **fields: object) -> Place:
+def place(name: str, room: int | None, n_seq: int = 16, **fields: object) -> ContextPlace:
     n_layer, n_head, head = LAYERS[name]
     layers = tuple(LayerShape(il, n_head, head, head) for il in range(n_layer))
     shape = ModelShape("llama", name, n_layer, (32,) * n_layer, TRAINED, 0, layers)
     given = {"sliding": Sliding(n_windows=8), "weights": WEIGHTS[name], **fields}
-    return Place(shape=shape, n_seq=n_seq, compute=compute, room=room, **given)
+    return ContextPlace(shape=shape, n_seq=n_seq, compute=compute, room=room, **given)
 
 
 def compute(n_ctx: int) -> int:

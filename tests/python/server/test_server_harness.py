@@ -57,7 +57,7 @@ class Client(LocalCompletionsAPI):
 
 options = {"tokenizer_backend": None, "num_concurrent": 4, "max_retries": 1}
 client = Client(base_url=url + "/v1/completions", model="m", **options)
-client.tokenized_requests = True
+client.tokenizer, client.tokenized_requests = "the server's", True
 tasks = TaskManager(include_path=folder, include_defaults=False)
 found = lm_eval.simple_evaluate(client, tasks=["codes"], task_manager=tasks, log_samples=True)
 samples = sorted(found["samples"]["codes"], key=lambda sample: sample["doc_id"])

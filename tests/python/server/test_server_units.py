@@ -140,8 +140,8 @@ def test_a_bad_value_is_one_line_that_says_where_it_came_from(tmp_path: Path) ->
     assert parts[0].startswith("--kv='q3' names no cache")
     assert parts[1:] == [
         f"{path}: n_ctx=-1: use at least 0",
-        "MIXEDKV_EMBEDDINGS='maybe': use a valid boolean",
         "MIXEDKV_PORT='many': use a valid integer",
+        "MIXEDKV_EMBEDDINGS='maybe': use a valid boolean",
     ]
 
 

@@ -59,7 +59,7 @@ def rows(llm: Llama, seq: int, n: int) -> Rows:
         at = list(zip(view.positions(seq, 0, n).tolist(), view.hot(seq, 0, n).tolist(), strict=True))
         for kind, read in (("K", view.k), ("V", view.v)):
             values = read(seq, 0, n, basis="model")
-            found[layer.il, kind] = dict(zip(at, values.reshape(len(at), -1), strict=True))
+            found[layer.il, kind] = dict(zip(at, values.reshape(len(at), -1) if at else (), strict=True))
     return found
 
 

@@ -5,33 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mixedkv.engine.constrain.constraint_text import Constraint
-from mixedkv.limits import INT32_MAX
-
-RANGES: dict[str, tuple[float, float]] = {  # also those of schemas, settings and the command line
-    "temperature": (0, 100),
-    "top_k": (0, INT32_MAX),
-    "top_p": (0, 1),
-    "min_p": (0, 1),
-    "typical_p": (0, 1),
-    "top_n_sigma": (-1, 1000),
-    "xtc_probability": (0, 1),
-    "xtc_threshold": (0, 1),
-    "dynatemp_range": (0, 100),
-    "dynatemp_exponent": (0, 100),
-    "dry_multiplier": (0, 100),
-    "dry_base": (0, 100),
-    "dry_allowed_length": (1, INT32_MAX),
-    "dry_penalty_last_n": (-1, INT32_MAX),
-    "mirostat": (0, 2),
-    "mirostat_tau": (0, 100),
-    "mirostat_eta": (0, 1),
-    "adaptive_target": (-1, 1),
-    "adaptive_decay": (0, 0.99),
-    "repeat_penalty": (0.01, 100),
-    "frequency_penalty": (-2, 2),
-    "presence_penalty": (-2, 2),
-    "seed": (0, 2**32 - 1),
-}
+from mixedkv.limits import RANGES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

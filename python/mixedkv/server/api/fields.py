@@ -16,9 +16,8 @@ from pydantic import (
     model_validator,
 )
 
-from mixedkv.engine.sample.sampling import RANGES
 from mixedkv.ids import MAX_LENGTH, PATTERN
-from mixedkv.limits import INT32_MAX
+from mixedkv.limits import INT32_MAX, RANGES
 from mixedkv.server.unknown_fields import IGNORED as IGNORED
 
 MAX_SEED = 2**63 - 1

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from mixedkv.engine.sample.sampling import RANGES
-from mixedkv.limits import INT32_MAX
+from mixedkv.limits import INT32_MAX, RANGES
 from mixedkv.server.api.fields import (
     FLAG,
     IGNORED,
