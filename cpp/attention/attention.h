@@ -15,19 +15,15 @@
 
 namespace mixedkv {
 
-// Blocks of 32 elements, of lm4 and tc3 64, as ggml lays them out: F16 scale d, F16 minimum m, integers or nibbles q,
-// low ones first.
+// Blocks of 32 elements, of lm4 and tc3 64, as ggml lays them out: F16 scale d, integers or nibbles q, low ones first.
 enum class row_type : uint8_t {
     f16,
-    q8_0,   // value = d * q
-    q4_0,   // d * (q - 8)
-    iq4_nl, // d * table[q]
-    q4_1,   // d * q + m
-    q5_0,   // d * (q - 16), the fifth bits in 4 bytes
-    q5_1,   // d * q + m
-    lm4,    // d * level[q], see lm4.h
-    tc3,    // d * level[q], q from bits of several elements, see tc3.h
-    other,  // any type with a to-float conversion
+    q8_0,  // value = d * q
+    q4_0,  // d * (q - 8)
+    q5_0,  // d * (q - 16), the fifth bits in 4 bytes
+    lm4,   // d * level[q], see lm4.h
+    tc3,   // d * level[q], q from bits of several elements, see tc3.h
+    other, // any type with a to-float conversion
 };
 
 using to_float_fn = void (*)(const void * row, float * out, int64_t n);
@@ -42,14 +38,14 @@ struct attention_rows {
 };
 
 // What the rows of K lack: two elements of each head that turn with the key, k[first] + c x - s y and k[second] + s x +
-// c y, where (x, y) is `lacking` of the head and c and s are the key's cosine and sine. In the basis of the queries as
-// they come. One element alone: first and second are the same, y and the sines are zero.
+// c y, where (x, y) is the head's `subtracted_bias` and c and s are the key's cosine and sine. In the basis of the
+// queries as they come. One element alone: first and second are the same, y and the sines are zero.
 struct attention_pair {
-    int           first   = 0;
-    int           second  = 0;
-    const float * lacking = nullptr; // [n_head_kv, 2]
-    const float * cosines = nullptr; // [keys], readable up to a multiple of 16 keys, as the sines
-    const float * sines   = nullptr;
+    int           first           = 0;
+    int           second          = 0;
+    const float * subtracted_bias = nullptr; // [n_head_kv, 2]
+    const float * cosines         = nullptr; // [keys], readable up to a multiple of 16 keys, as the sines
+    const float * sines           = nullptr;
 };
 
 struct attention_segment {
@@ -57,9 +53,9 @@ struct attention_segment {
     attention_rows v;
     int64_t        n = 0; // keys
 
-    const attention_pair * pairs      = nullptr; // that K lacks
-    int                    n_pairs    = 0;
-    int64_t                first_turn = 0; // of the pairs' cosines and sines: that of the first key
+    const attention_pair * pairs       = nullptr; // that K lacks
+    int                    n_pairs     = 0;
+    int64_t                first_angle = 0; // of the pairs' cosines and sines: that of the first key
 };
 
 // Keys after the first segment that are worked on together, in the order in which they are read. Where a key has its
@@ -76,21 +72,19 @@ struct attention_block {
 struct attention_order {
     const attention_block * blocks   = nullptr; // nullptr: there is no order, they are read as they lie
     int64_t                 n_blocks = 0;
-    const int64_t *         pieces   = nullptr; // [n_pieces + 1] blocks where a run begins that one thread may work on
-    int64_t                 n_pieces = 0;       // also the most there will be, when bytes are asked for
+    const int64_t *         splits   = nullptr; // [n_splits + 1] blocks where a run begins that one thread may work on
+    int64_t                 n_splits = 0;       // also the most there will be, when bytes are asked for
     const uint16_t *        mask     = nullptr; // F16 [n_queries, n_blocks, places]: a block's n places, -inf for none
     size_t                  mask_row = 0;       // bytes from query to query
 };
 
-constexpr int attention_max_segments  = 3;    // cold rows, hot ring, running micro-batch
-constexpr int attention_few_rows      = 32;   // queries times heads per KV head up to which a call is decode
+constexpr int attention_max_segments = 3; // cold rows, hot ring, running micro-batch
+constexpr int attention_decode_rows = 32; // a call with up to so many queries, times query heads per KV head, is decode
 constexpr int attention_max_head_size = 1024; // of d_k and d_v; a multiple of their elements for rows in blocks
 
-// Keys of decode by KV head, and those of them whose V no query weighs; pages, by KV head and query, and those of them
-// that were read: added to by all threads.
-struct attention_skips {
-    uint64_t keys       = 0;
-    uint64_t skipped    = 0;
+// Pages of keys, by KV head and query, of which decode chose those to read, and those that it read: added to by all
+// threads.
+struct attention_page_counts {
     uint64_t pages      = 0;
     uint64_t pages_read = 0;
 };
@@ -151,17 +145,12 @@ struct attention_args {
     float         logit_softcap  = 0.0f;
     const float * sinks          = nullptr; // [n_head]
 
-    // Decode: a weight below a 64th of this, relative to the largest of the row so far in a run of keys or at its first
-    // and last F16 rows, is not multiplied with V. 0: all are. V that no row weighs is not read: by pairs of keys where
-    // integers are multiplied on AVX2 and AVX-512, else by blocks of 64. The scalar body leaves nothing out.
-    float             v_skip = 0.0f;
-    attention_skips * skips  = nullptr;
-
     // Bits that Q and the weights are rounded to where rows of integers are multiplied, 16 or 8. Only avx512 and amx
     // obey 8
     int rounding = 16;
 
-    attention_pages pages;
+    attention_pages         pages;
+    attention_page_counts * page_counts = nullptr;
 
     float * out      = nullptr;
     size_t  out_row  = 0; // bytes from query to query

@@ -15,7 +15,7 @@ namespace {
 
 void run(const attention_item & w) {
     const bool in_bytes = w.args->rounding == 8 && integer_prefill<vnni_bytes>::fits(*w.args);
-    if (w.few || in_bytes || !amx_prefill::fits(*w.args)) {
+    if (w.decode || in_bytes || !amx_prefill::fits(*w.args)) {
         return attention_avx512()->run(w);
     }
     amx_prefill::run(w);

@@ -11,10 +11,10 @@ namespace {
 
 template <class Decode, class Prefill>
 void run_integers(const attention_item & w) {
-    if (w.few && integer_decode<Decode>::fits(*w.args)) {
+    if (w.decode && integer_decode<Decode>::fits(*w.args)) {
         return integer_decode<Decode>::run(w);
     }
-    if (!w.few && integer_prefill<Prefill>::fits(*w.args)) {
+    if (!w.decode && integer_prefill<Prefill>::fits(*w.args)) {
         return integer_prefill<Prefill>::run(w);
     }
     tile<avx512>::run(w);

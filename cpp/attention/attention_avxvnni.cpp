@@ -13,10 +13,10 @@ namespace mixedkv {
 namespace {
 
 void run(const attention_item & w) {
-    if (w.few && avx2_decode::fits(*w.args)) {
+    if (w.decode && avx2_decode::fits(*w.args)) {
         return avx2_decode::run(w);
     }
-    if (!w.few && integer_prefill<avx2_prefill>::fits(*w.args)) {
+    if (!w.decode && integer_prefill<avx2_prefill>::fits(*w.args)) {
         return integer_prefill<avx2_prefill>::run(w);
     }
     tile<avx2>::run(w);

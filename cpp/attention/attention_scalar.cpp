@@ -12,8 +12,8 @@
 namespace mixedkv {
 namespace {
 
-float score(const attention_args & a, const float * q, const float * k, float lacking, float bias) {
-    float dot = lacking;
+float score(const attention_args & a, const float * q, const float * k, float subtracted_bias, float bias) {
+    float dot = subtracted_bias;
     for (int i = 0; i < a.d_k; i++) {
         dot += q[i] * k[i];
     }
@@ -63,8 +63,8 @@ void add_sums(const row_sums & to, const row_sums & more, int row, int d_v, int6
     to.max[row] = max;
 }
 
-// Against the keys of the piece at hand
-void run_piece(const attention_item & w, int i, const item_memory & m) {
+// Against the keys of the split at hand
+void run_split(const attention_item & w, int i, const item_memory & m) {
     const attention_args & a       = *w.args;
     const int              group   = a.n_head / a.n_head_kv;
     const float *          queries = static_cast<const float *>(m.q);
@@ -83,8 +83,8 @@ void run_piece(const attention_item & w, int i, const item_memory & m) {
                 bias = alibi_slope(a, head) * half_to_float(mask[query * (mask_row / sizeof(uint16_t))]);
             }
             if (bias != -INFINITY) {
-                const float lacking = score_pairs(a, s, key, query, head);
-                accumulate(m, row, a.d_v, score(a, queries + row * a.d_k, k, lacking, bias), v);
+                const float subtracted_bias = score_pairs(a, s, key, query, head);
+                accumulate(m, row, a.d_v, score(a, queries + row * a.d_k, k, subtracted_bias, bias), v);
             }
         }
     };
@@ -110,7 +110,7 @@ void run_piece(const attention_item & w, int i, const item_memory & m) {
 void run_head(const attention_item & w, int i) {
     const attention_args & a     = *w.args;
     const int              group = a.n_head / a.n_head_kv;
-    const item_memory      m(a, w.few, w.n_queries, w.memory, i);
+    const item_memory      m(a, w.decode, w.n_queries, w.memory, i);
     for (int row = 0; row < m.rows; row++) {
         load_query(a, w.q0 + row / group, (w.head0 + i) * group + row % group, 1.0f,
                    static_cast<float *>(m.q) + row * a.d_k);
@@ -118,10 +118,10 @@ void run_head(const attention_item & w, int i) {
         m.all.sum[row] = 0.0f;
     }
     attention_item part = w;
-    for (int64_t piece = w.piece0; piece < w.piece1; piece++) {
-        go_to_piece(part, piece);
-        run_piece(part, i, m);
-        for (int row = 0; !w.few && row < m.rows; row++) {
+    for (int64_t split = w.split0; split < w.split1; split++) {
+        go_to_split(part, split);
+        run_split(part, i, m);
+        for (int row = 0; !w.decode && row < m.rows; row++) {
             add_sums(m.all, m, row, a.d_v, m.d_v_padded);
         }
     }
@@ -137,7 +137,7 @@ void merge(const attention_item & first, int n_chunks, size_t chunk_stride) {
     const attention_args & a     = *first.args;
     const int              group = a.n_head / a.n_head_kv;
     for (int i = 0; i < first.n_head; i++) {
-        const item_memory part(a, first.few, first.n_queries, first.memory, i);
+        const item_memory part(a, first.decode, first.n_queries, first.memory, i);
         for (int row = 0; row < part.rows; row++) {
             const int head = (first.head0 + i) * group + row % group;
             float *   out  = output_row(a, first.q0 + row / group, head);

@@ -26,32 +26,32 @@ static_assert(sizeof(scratch_counters) == scratch_header);
 
 // A group is the set of items that differ in their keys alone and are merged into the same output.
 struct stream_plan {
-    bool    few;
+    bool    decode;
     int64_t q_block; // queries per group
     int64_t n_q_blocks;
     int     heads; // KV heads per group
     int64_t n_groups;
-    int64_t n_pieces;
+    int64_t n_splits;
     int64_t n_chunks; // items of a group
     size_t  item_bytes;
 
     stream_plan(const attention_args & a, int64_t n_queries, int64_t counters_left) {
         const int group = a.n_head / a.n_head_kv;
-        few             = n_queries * group <= few_rows && counters_left > 0;
-        q_block         = few ? n_queries : tile_queries(a, n_queries);
+        decode          = n_queries * group <= decode_rows && counters_left > 0;
+        q_block         = decode ? n_queries : tile_queries(a, n_queries);
         n_q_blocks      = n_queries == 0 ? 0 : (n_queries + q_block - 1) / q_block;
-        heads           = few ? a.n_head_kv : 1;
+        heads           = decode ? a.n_head_kv : 1;
         n_groups        = n_q_blocks * (a.n_head_kv / heads);
-        n_pieces        = count_pieces(a);
-        n_chunks        = few ? n_pieces : 1;
-        item_bytes      = heads * item_memory(a, few, q_block, nullptr, 0).bytes;
+        n_splits        = count_splits(a);
+        n_chunks        = decode ? n_splits : 1;
+        item_bytes      = heads * item_memory(a, decode, q_block, nullptr, 0).bytes;
     }
 
     // Few enough that threads have items to share, and enough that rows of K and V are worth unpacking.
     static int64_t tile_queries(const attention_args & a, int64_t n_queries) {
         const int group = a.n_head / a.n_head_kv;
         int       rows  = tile_rows;
-        while (rows > 4 * few_rows && n_queries * group * a.n_head_kv < tile_items * rows) {
+        while (rows > 4 * decode_rows && n_queries * group * a.n_head_kv < tile_items * rows) {
             rows /= 2;
         }
         return std::min<int64_t>(n_queries, std::max(1, rows / group));
@@ -81,21 +81,20 @@ struct plan_cursor {
     }
     void load() { plan = stream_plan(streams[stream], streams[stream].n_queries, max_counters - counter); }
 
-    attention_item make_item(int64_t group, int64_t chunk, char * data, block_panels * panels, float * expected) const {
+    attention_item make_item(int64_t group, int64_t chunk, char * data, block_panels * panels) const {
         const attention_args & a = streams[stream];
         attention_item         w;
         w.args      = &a;
-        w.few       = plan.few;
+        w.decode    = plan.decode;
         w.n_head    = plan.heads;
         w.head0     = int(group / plan.n_q_blocks) * plan.heads;
         w.q0        = group % plan.n_q_blocks * plan.q_block;
         w.n_queries = std::min(plan.q_block, a.n_queries - w.q0);
-        w.piece0    = chunk;
-        w.piece1    = plan.few ? chunk + 1 : plan.n_pieces;
+        w.split0    = chunk;
+        w.split1    = plan.decode ? chunk + 1 : plan.n_splits;
         w.memory    = data + offset + (group * plan.n_chunks + chunk) * plan.item_bytes;
         w.panels    = panels;
-        w.expected  = expected;
-        go_to_piece(w, w.piece0);
+        go_to_split(w, w.split0);
         return w;
     }
 };
@@ -135,13 +134,6 @@ void spread_nan(const attention_item & w) {
 block_panels * own_panels() {
     thread_local const std::unique_ptr<block_panels> panels(new block_panels);
     return panels.get();
-}
-
-// A thread's own, of one stream
-float * new_expected(const attention_args & a) {
-    thread_local std::vector<float> expected;
-    expected.assign(a.v_skip > 0.0f ? size_t(a.n_head_kv) * few_rows : 0, NAN);
-    return expected.data();
 }
 
 struct isa_choice {
@@ -221,21 +213,19 @@ bool attention_run(const attention_args * streams, int n_streams, void * scratch
     const int64_t             n_items  = walk(streams, n_streams).item;
     block_panels *            panels   = own_panels();
     plan_cursor               cursor(streams);
-    float *                   expected = new_expected(streams[0]);
 
     int64_t ticket;
     while ((ticket = counters->ticket.fetch_add(1, std::memory_order_acq_rel)) < n_items) {
         while (ticket >= cursor.item + cursor.plan.n_items()) {
             cursor.next();
             cursor.load();
-            expected = new_expected(streams[cursor.stream]);
         }
         const int64_t        n_chunks = cursor.plan.n_chunks;
         const int64_t        group    = (ticket - cursor.item) / n_chunks;
         // the last keys first: F16 rows take the longest, and should not be what the other threads wait for; the rest
         // in order, so that a thread finds its next rows prefetched
         const int64_t        chunk    = (ticket - cursor.item + n_chunks - 1) % n_chunks;
-        const attention_item item     = cursor.make_item(group, chunk, data, panels, expected);
+        const attention_item item     = cursor.make_item(group, chunk, data, panels);
         kernels->run(item);
 
         bool last = true;
@@ -247,7 +237,7 @@ bool attention_run(const attention_args * streams, int n_streams, void * scratch
             }
         }
         if (last) {
-            const attention_item first = cursor.make_item(group, 0, data, panels, expected);
+            const attention_item first = cursor.make_item(group, 0, data, panels);
             kernels->merge(first, int(n_chunks), cursor.plan.item_bytes);
             spread_nan(first);
         }

@@ -26,42 +26,41 @@ struct block_panels {
 // Rows are the (query, head) pairs that share a KV head: row = query * group + head in group.
 struct attention_item {
     const attention_args * args;
-    bool                   few; // decode: at most few_rows rows, all KV heads in one item
+    bool                   decode; // at most decode_rows rows, all KV heads in one item
     int                    head0;
     int                    n_head; // KV heads
     int64_t                q0;
     int64_t                n_queries;
-    int64_t                piece0; // pieces [piece0, piece1) of the keys: one in decode, all in prefill
-    int64_t                piece1;
-    int64_t                k0; // of the piece at hand: keys [k0, k1), counted over all segments that have no order
+    int64_t                split0; // splits [split0, split1) of the keys: one in decode, all in prefill
+    int64_t                split1;
+    int64_t                k0; // of the split at hand: keys [k0, k1), counted over all segments that have no order
     int64_t                k1;
     int64_t                block0; // and blocks [block0, block1) of those that have
     int64_t                block1;
     void *                 memory; // n_head times item_memory
     block_panels *         panels;
-    float *                expected; // with v_skip, [KV heads, few_rows]: maxima to begin with; NaN: not found yet
 };
 
-constexpr int few_rows   = attention_few_rows; // rows per KV head up to which K and V rows are used as they lie
-constexpr int tile_rows  = 512; // rows per KV head and item in prefill: unpacking costs 1/8 of the products
-constexpr int row_pad    = 16;
-constexpr int max_blocks = attention_max_head_size / 32;
+constexpr int decode_rows = attention_decode_rows; // rows per KV head up to which K and V rows are used as they lie
+constexpr int tile_rows   = 512; // rows per KV head and item in prefill: unpacking costs 1/8 of the products
+constexpr int row_pad     = 16;
+constexpr int max_blocks  = attention_max_head_size / 32;
 
 constexpr int64_t round_up(int64_t n, int64_t m) {
     return (n + m - 1) / m * m;
 }
 
-// Keys are cut into pieces whose bounds follow from the key's place alone: 16 of 256 keys, then 8 of 512, 8 of 1,024
-// and so on, so that each time the keys double there are 8 more. A row's weights and values are summed up piece by
-// piece, whoever works on them and however many rows at once: so it has the same bits when its query comes alone as in
+// Keys are cut into splits whose bounds follow from the key's place alone: 16 of 256 keys, then 8 of 512, 8 of 1,024
+// and so on, so that each time the keys double there are 8 more. A row's weights and values are summed up split by
+// split, whoever works on them and however many rows at once: so it has the same bits when its query comes alone as in
 // a batch.
-constexpr int64_t piece_begin(int64_t i) {
+constexpr int64_t split_begin(int64_t i) {
     return i < 16 ? 256 * i : (512 * (i % 8) + 4096) << (i / 8 - 2);
 }
 
-constexpr int64_t count_pieces(int64_t n_keys) {
+constexpr int64_t count_splits(int64_t n_keys) {
     int64_t n = 0;
-    while (piece_begin(n) < n_keys) {
+    while (split_begin(n) < n_keys) {
         n++;
     }
     return n;
@@ -80,24 +79,24 @@ inline int64_t count_plain_keys(const attention_args & a) {
     return a.order.blocks ? a.segments[0].n : count_keys(a);
 }
 
-inline int64_t count_pieces(const attention_args & a) {
-    const int64_t n = count_pieces(count_plain_keys(a)) + a.order.n_pieces;
+inline int64_t count_splits(const attention_args & a) {
+    const int64_t n = count_splits(count_plain_keys(a)) + a.order.n_splits;
     return n > 0 ? n : 1;
 }
 
-// The keys of a piece become those at hand.
-static inline void go_to_piece(attention_item & w, int64_t piece) {
+// The keys of a split become those at hand.
+static inline void go_to_split(attention_item & w, int64_t split) {
     const attention_order & order   = w.args->order;
     const int64_t           n_keys  = count_plain_keys(*w.args);
-    const int64_t           ordered = piece - count_pieces(n_keys);
+    const int64_t           ordered = split - count_splits(n_keys);
     w.k0 = w.k1 = n_keys;
     w.block0 = w.block1 = 0;
     if (ordered < 0) {
-        w.k0 = piece_begin(piece);
-        w.k1 = piece_begin(piece + 1) < n_keys ? piece_begin(piece + 1) : n_keys;
+        w.k0 = split_begin(split);
+        w.k1 = split_begin(split + 1) < n_keys ? split_begin(split + 1) : n_keys;
     } else if (order.blocks) {
-        w.block0 = order.pieces[ordered];
-        w.block1 = order.pieces[ordered + 1];
+        w.block0 = order.splits[ordered];
+        w.block1 = order.splits[ordered + 1];
     }
 }
 
@@ -146,12 +145,12 @@ struct item_memory : row_sums {
     int      rows;
     int64_t  rows_padded;
     int64_t  d_v_padded;
-    row_sums all;    // of the pieces that are done; decode has one, so it is that
+    row_sums all;    // of the splits that are done; decode has one, so it is that
     void *   q;      // packed queries: the body's own business
     size_t   q_size; // per row, 13 bytes an element
 
     // of KV head `head0 + i`; `base` may be nullptr when only `bytes` is wanted
-    item_memory(const attention_args & a, bool few, int64_t n_queries, void * base, int i) {
+    item_memory(const attention_args & a, bool decode, int64_t n_queries, void * base, int i) {
         rows              = int(n_queries * (a.n_head / a.n_head_kv));
         rows_padded       = round_up(rows, row_pad);
         d_v_padded        = round_up(a.d_v, 32);
@@ -159,15 +158,15 @@ struct item_memory : row_sums {
         const size_t accs = size_t(rows_padded) * d_v_padded * sizeof(float);
         const size_t stat = size_t(rows_padded) * sizeof(float);
         const size_t sums = 2 * stat + accs;
-        bytes             = (few ? 1 : 2) * sums + rows_padded * q_size;
+        bytes             = (decode ? 1 : 2) * sums + rows_padded * q_size;
         char *     p      = static_cast<char *>(base) + size_t(i) * bytes;
         const auto at     = [&](char * from) {
             return row_sums{ reinterpret_cast<float *>(from), reinterpret_cast<float *>(from + stat),
                              reinterpret_cast<float *>(from + 2 * stat) };
         };
         all                            = at(p);
-        static_cast<row_sums &>(*this) = at(few ? p : p + sums);
-        q                              = p + (few ? 1 : 2) * sums;
+        static_cast<row_sums &>(*this) = at(decode ? p : p + sums);
+        q                              = p + (decode ? 1 : 2) * sums;
     }
 
     size_t bytes; // a multiple of 64
@@ -192,7 +191,7 @@ struct pair_score {
 
 inline pair_score score_of(const attention_args & a, const attention_pair & pair, int64_t query, int head) {
     const float * q = query_row(a, query, head);
-    const float * b = pair.lacking + 2 * (head / (a.n_head / a.n_head_kv));
+    const float * b = pair.subtracted_bias + 2 * (head / (a.n_head / a.n_head_kv));
     const float   x = q[pair.first];
     const float   y = q[pair.second];
     return { x * b[0] + y * b[1], y * b[0] - x * b[1] };
@@ -203,7 +202,8 @@ inline float score_pairs(const attention_args & a, const attention_segment & s, 
     float sum = 0.0f;
     for (int i = 0; i < s.n_pairs; i++) {
         const pair_score x = score_of(a, s.pairs[i], query, head);
-        sum += x.by_cosine * s.pairs[i].cosines[s.first_turn + key] + x.by_sine * s.pairs[i].sines[s.first_turn + key];
+        sum +=
+            x.by_cosine * s.pairs[i].cosines[s.first_angle + key] + x.by_sine * s.pairs[i].sines[s.first_angle + key];
     }
     return sum;
 }

@@ -15,10 +15,10 @@ enum mask_state : uint8_t { all_hidden, all_plain, mixed };
 
 // Pages of the first segment that a query reads of a KV head, in order. The last one alone may be cut.
 struct page_list {
-    int     head;                               // the KV head
-    int64_t query;                              // of the item
-    int64_t key[key_block / attention_page];    // the first of each
-    float   stands[key_block / attention_page]; // log2 of how many such pages each stands for
+    int     head;                                            // the KV head
+    int64_t query;                                           // of the item
+    int64_t key[key_block / attention_page];                 // the first of each
+    float   inverse_probability[key_block / attention_page]; // log2 of how many such pages each stands for
     int     n_pages = 0;
     int     n       = 0; // keys
 
@@ -40,9 +40,10 @@ struct key_span {
 
     // Where pages are left out, those of the first segment that were put together here, and those that are read next;
     // nullptr: keys follow each other.
-    const page_list * pages  = nullptr;
-    const page_list * ahead  = nullptr;
-    const float *     stands = nullptr; // what is added to the score of each key, in units of log2; nullptr: zeros
+    const page_list * pages = nullptr;
+    const page_list * ahead = nullptr;
+    const float *     inverse_probability =
+        nullptr; // what is added to the score of each key, in units of log2; nullptr: zeros
 
     // The places of a block of an order that the keys have; nullptr: they have none
     const int32_t * places = nullptr;
@@ -167,13 +168,13 @@ struct prefetcher {
     }
 };
 
-// Calls block(span) for each block of `step` keys of the item's piece that some query sees. Keys that have an order
+// Calls block(span) for each block of `step` keys of the item's split that some query sees. Keys that have an order
 // come without rows: place_rows() finds them.
 template <class Block>
 void for_each_block(const attention_item & w, int step, Block block) {
     static_assert(attention_block::places == key_block);
     const attention_order & order  = w.args->order;
-    const bool              recall = w.few && w.args->seen.blocks && step == key_block;
+    const bool              recall = w.decode && w.args->seen.blocks && step == key_block;
     const auto kept = [&](int64_t i, int segment) { return recall ? i * attention_max_segments + segment : -1; };
     mask_state states[tile_rows];
     int64_t    column = 0;
@@ -265,9 +266,8 @@ inline key_span place_rows(const attention_item & w, int head, const key_span & 
 struct row_rule {
     float            softcap; // in units of log2; 0: none
     float            slope;
-    const uint16_t * mask;             // of the block; nullptr: all plain
-    float            least;            // weights below it are added to the sum alone
-    const float *    stands = nullptr; // of the block, see key_span
+    const uint16_t * mask;                          // of the block; nullptr: all plain
+    const float *    inverse_probability = nullptr; // of the block, see key_span
 };
 
 // Scores of packed queries come out as log2(e) * scale * q.k, or q.k * scale / softcap when there is a soft-cap.
@@ -284,8 +284,7 @@ inline row_rule rule_of(const attention_item & w, const key_span & span, int hea
     const attention_args & a     = *w.args;
     const int64_t          query = row / (a.n_head / a.n_head_kv);
     return { a.logit_softcap * log2e, slope_of(a, head_kv, row),
-             span.states[query] != mixed ? nullptr : mask_of(w, span, query), w.few ? a.v_skip / key_block : 0.0f,
-             span.stands };
+             span.states[query] != mixed ? nullptr : mask_of(w, span, query), span.inverse_probability };
 }
 
 // Which of the first n keys of a block have a weight in some row, a bit each
@@ -311,45 +310,6 @@ inline uint64_t visible_keys(const attention_item & w, const key_span & span, in
     }
     return bits;
 }
-
-// A few keys that most queries pay much attention to: the first and the last that a query sees of the F16 rows, which
-// are what comes after the first segment.
-struct expected_keys {
-    static constexpr int first = 4;
-    static constexpr int most  = 16;
-
-    const attention_segment * segment[most];
-    int64_t                   key[most];
-    uint16_t                  mask[most];
-    int                       n = 0;
-
-    void find(const attention_args & a, int64_t query) {
-        int64_t end = 0;
-        for (int i = 0; i < a.n_segments; i++) {
-            end += a.segments[i].n;
-        }
-        int64_t column = a.n_segments > 1 ? a.segments[0].n : 0;
-        for (n = 0; column < end && n < first; column++) {
-            add(a, query, column);
-        }
-        for (end--; end >= column && n < most; end--) {
-            add(a, query, end);
-        }
-    }
-
-  private:
-    void add(const attention_args & a, int64_t query, int64_t column) {
-        mask[n] = a.mask ? mask_row(a, query)[column] : 0;
-        if (mask[n] == 0xfc00) {
-            return;
-        }
-        segment[n] = a.segments;
-        for (; column >= segment[n]->n; segment[n]++) {
-            column -= segment[n]->n;
-        }
-        key[n++] = column;
-    }
-};
 
 } // namespace
 } // namespace mixedkv

@@ -27,7 +27,7 @@ void unpack_head(const attention_args & a, int head_kv, int64_t n, std::vector<f
     }
 }
 
-void add_lacking(const attention_args & a, int64_t query, int head, std::vector<float> & scores) {
+void add_subtracted_bias(const attention_args & a, int64_t query, int head, std::vector<float> & scores) {
     int64_t column = 0;
     for (int i = 0; i < a.n_segments; i++) {
         for (int64_t key = 0; key < a.segments[i].n; key++, column++) {
@@ -48,7 +48,7 @@ void fill_scores(const attention_args & a, int64_t query, int head, const std::v
             scores[key] += q[i] * channel[key];
         }
     }
-    add_lacking(a, query, head, scores);
+    add_subtracted_bias(a, query, head, scores);
     for (int64_t key = 0; key < n && a.logit_softcap > 0.0f; key++) {
         scores[key] = a.logit_softcap * std::tanh(scores[key] / a.logit_softcap);
     }

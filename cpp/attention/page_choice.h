@@ -85,9 +85,9 @@ struct page_choice {
     }
 
     // What rows weigh the keys with that are read anyway: max and sum of the item's memory
-    static void weigh_others(const attention_item & w, const item_memory & m, const strip_list & strips) {
+    static void softmax_others(const attention_item & w, const item_memory & m, const strip_list & strips) {
         const attention_args & a = *w.args;
-        alignas(64) float      s[few_rows * key_block];
+        alignas(64) float      s[decode_rows * key_block];
         const auto             weigh = [&](const key_span & blocks) {
             attention_segment copied;
             const key_span    span = place_rows(w, w.head0, blocks, copied);
@@ -95,7 +95,7 @@ struct page_choice {
             for (int row = 0; row < m.rows; row++) {
                 float * x = s + row * key_block;
                 base::add_pairs(w, w.head0, span, row, x);
-                base::softmax::weigh(rule_of(w, span, w.head0, row), x, span.n, m.max[row], m.sum[row], nullptr, 0);
+                base::softmax::update(rule_of(w, span, w.head0, row), x, span.n, m.max[row], m.sum[row], nullptr, 0);
             }
         };
         attention_item part = w;
@@ -330,12 +330,12 @@ struct page_choice {
         const attention_args & a       = *w.args;
         const int64_t          n_pages = round_up(strips.n, 16) * pages_of_strip;
         const int64_t          filled  = round_up(strips.n, strips_at_once) * pages_of_strip;
-        float                  per_step[few_rows];
+        float                  per_step[decode_rows];
         base::begin(m);
         for (int row = 0; row < m.rows; row += 4) {
             base::pack_quad(w, w.head0, m, row);
         }
-        weigh_others(w, m, strips);
+        softmax_others(w, m, strips);
         for (int row = 0; row < m.rows; row += 4) {
             estimate(w, m, row, strips);
         }
@@ -378,9 +378,9 @@ struct page_choice {
             n_read = choose(w, m, taken, strips);
         }
         reads_all(a, w.q0, w.head0) = strips.n > 0 && n_read == strips.n * pages_of_strip;
-        if (a.skips) {
-            __atomic_fetch_add(&a.skips->pages, strips.n * pages_of_strip, __ATOMIC_RELAXED);
-            __atomic_fetch_add(&a.skips->pages_read, n_read, __ATOMIC_RELAXED);
+        if (a.page_counts) {
+            __atomic_fetch_add(&a.page_counts->pages, strips.n * pages_of_strip, __ATOMIC_RELAXED);
+            __atomic_fetch_add(&a.page_counts->pages_read, n_read, __ATOMIC_RELAXED);
         }
     }
 };

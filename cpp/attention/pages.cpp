@@ -48,7 +48,7 @@ void choose_pages(const attention_args & a, const attention_kernels & kernels, b
 
     attention_item w;
     w.args      = &a;
-    w.few       = true;
+    w.decode    = true;
     w.n_head    = 1;
     w.n_queries = 1;
     w.k0        = 0;

@@ -105,7 +105,7 @@ struct page_walk {
             }
         } while (reads_all(*w.args, w.q0 + query, head));
         taken = taken_pages(*w.args, w.q0 + query, head);
-        page  = w.k0 < w.k1 ? w.k0 / attention_page : end; // none in a piece of keys that have an order
+        page  = w.k0 < w.k1 ? w.k0 / attention_page : end; // none in a split of keys that have an order
         return true;
     }
 
@@ -137,10 +137,10 @@ struct page_walk {
             if (together && list.n > 0 && key != list.key[0] + list.n) {
                 return;
             }
-            list.head                 = head;
-            list.query                = query;
-            list.key[list.n_pages]    = key;
-            list.stands[list.n_pages] = log2_of(taken[page++]);
+            list.head                              = head;
+            list.query                             = query;
+            list.key[list.n_pages]                 = key;
+            list.inverse_probability[list.n_pages] = log2_of(taken[page++]);
             list.n_pages++;
             list.n += int(n - key < attention_page ? n - key : attention_page);
         }
@@ -164,12 +164,12 @@ inline mask_state copy_mask(const attention_args & a, int64_t query, const page_
 }
 
 // What is added to the scores of the keys of pages; false: nothing is
-inline bool copy_stands(const page_list & list, float * stands) {
+inline bool copy_inverse_probabilities(const page_list & list, float * inverse_probability) {
     bool any = false;
     for (int i = 0; i < list.n_pages; i++) {
-        any |= list.stands[i] != 0.0f;
+        any |= list.inverse_probability[i] != 0.0f;
         for (int j = 0; j < attention_page; j++) {
-            stands[i * attention_page + j] = list.stands[i];
+            inverse_probability[i * attention_page + j] = list.inverse_probability[i];
         }
     }
     return any;
@@ -215,9 +215,9 @@ void for_each_page_block(const attention_item & w, int step, Block block) {
     const bool                together = bytes_k == 0 || bytes_v == 0;
     page_walk                 walk(w);
     page_list                 lists[3]; // now, next, and what is fetched meanwhile
-    mask_state                states[few_rows] = {};
+    mask_state                states[decode_rows] = {};
     uint16_t                  mask[key_block];
-    float                     stands[key_block];
+    float                     inverse_probability[key_block];
     attention_segment         copied = s;
     static_assert(all_hidden == 0);
     walk.next(lists[0], step, together);
@@ -234,7 +234,8 @@ void for_each_page_block(const attention_item & w, int step, Block block) {
         span.mask     = mask;
         span.pages    = &list;
         span.ahead    = &ahead;
-        span.stands   = copy_stands(list, stands) ? stands : nullptr;
+        span.inverse_probability =
+            copy_inverse_probabilities(list, inverse_probability) ? inverse_probability : nullptr;
         if (!follow_each_other(list)) {
             copied.k     = copy_pages(s.k, list.head, bytes_k, list, w.panels->rows_k);
             copied.v     = copy_pages(s.v, list.head, bytes_v, list, w.panels->rows_v);
@@ -280,7 +281,7 @@ void for_each_block_read(const attention_item & w, int step, Prepare prepare, Bl
         const bool leaves_out = a.pages.taken && span.segment == a.segments;
         for (int i = 0; i < w.n_head; i++) {
             attention_segment copied;
-            mask_state        states[few_rows];
+            mask_state        states[decode_rows];
             key_span          part = place_rows(w, w.head0 + i, span, copied);
             if (leaves_out) {
                 part.states = states;

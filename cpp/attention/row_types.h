@@ -25,8 +25,8 @@ constexpr row_type stored_type(row_type t) {
     return t == opened_tc3 ? row_type::tc3 : t;
 }
 
-// A block of 32 elements: F16 scale d first, then F16 minimum m where there is one, then the high bits of 5, then
-// either 32 integers or 16 bytes of nibbles, the low ones first. Of lm4 and tc3, two times 32 share a scale.
+// A block of 32 elements: F16 scale d first, then the high bits of 5, then either 32 integers or 16 bytes of nibbles,
+// the low ones first. Of lm4 and tc3, two times 32 share a scale.
 constexpr int block_elements(row_type t) {
     return t == row_type::lm4 || stored_type(t) == row_type::tc3 ? LM4_ELEMENTS : 32;
 }
@@ -36,14 +36,9 @@ constexpr int block_bytes(row_type t) {
     case row_type::q8_0:
         return 34;
     case row_type::q4_0:
-    case row_type::iq4_nl:
         return 18;
-    case row_type::q4_1:
-        return 20;
     case row_type::q5_0:
         return 22;
-    case row_type::q5_1:
-        return 24;
     case row_type::lm4:
         return LM4_BYTES;
     case row_type::tc3:
@@ -66,9 +61,6 @@ constexpr int integers_at(row_type t, int b) {
 struct q4_0_values {
     static constexpr int8_t at[16] = { -8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7 };
 };
-struct iq4_nl_values {
-    static constexpr int8_t at[16] = { -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113 };
-};
 
 // Calls f with the type as a constant; false: rows of the type have no blocks
 template <class F>
@@ -80,17 +72,8 @@ bool with_block_type(row_type type, F f) {
     case row_type::q4_0:
         f(type_constant<row_type::q4_0>{});
         return true;
-    case row_type::iq4_nl:
-        f(type_constant<row_type::iq4_nl>{});
-        return true;
-    case row_type::q4_1:
-        f(type_constant<row_type::q4_1>{});
-        return true;
     case row_type::q5_0:
         f(type_constant<row_type::q5_0>{});
-        return true;
-    case row_type::q5_1:
-        f(type_constant<row_type::q5_1>{});
         return true;
     case row_type::lm4:
         f(type_constant<row_type::lm4>{});
@@ -118,18 +101,15 @@ struct plain_blocks {
     static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) {
         look_up_nibbles<q4_0_values>(half_at(p), p + 2, out);
     }
-    static void unpack(type_constant<row_type::iq4_nl>, const char * p, float * out) {
-        look_up_nibbles<iq4_nl_values>(half_at(p), p + 2, out);
-    }
     static void unpack(type_constant<row_type::lm4>, const char * p, float * out) { unpack_lm4(p, out); }
     static void unpack(type_constant<row_type::tc3>, const char * p, float * out) { unpack_tc3(p, out); }
 
-    // d n + m of nibbles that have a fifth bit in `high`
-    static void affine(float d, float m, uint32_t high, const char * nibbles, float * out) {
+    // d (n - 16) of nibbles whose fifth bits are in `high`
+    static void unpack_fives(float d, uint32_t high, const char * nibbles, float * out) {
         for (int i = 0; i < 16; i++) {
             const int byte = static_cast<uint8_t>(nibbles[i]);
-            out[i]         = d * float((byte & 15) | int(high >> i & 1) << 4) + m;
-            out[i + 16]    = d * float(byte >> 4 | int(high >> (i + 16) & 1) << 4) + m;
+            out[i]         = d * float((byte & 15) | int(high >> i & 1) << 4) + -16.0f * d;
+            out[i + 16]    = d * float(byte >> 4 | int(high >> (i + 16) & 1) << 4) + -16.0f * d;
         }
     }
     static uint32_t bits(const char * p) {
@@ -137,14 +117,8 @@ struct plain_blocks {
         std::memcpy(&x, p, 4);
         return x;
     }
-    static void unpack(type_constant<row_type::q4_1>, const char * p, float * out) {
-        affine(half_at(p), half_at(p + 2), 0, p + 4, out);
-    }
     static void unpack(type_constant<row_type::q5_0>, const char * p, float * out) {
-        affine(half_at(p), -16.0f * half_at(p), bits(p + 2), p + 6, out);
-    }
-    static void unpack(type_constant<row_type::q5_1>, const char * p, float * out) {
-        affine(half_at(p), half_at(p + 2), bits(p + 4), p + 8, out);
+        unpack_fives(half_at(p), bits(p + 2), p + 6, out);
     }
 };
 

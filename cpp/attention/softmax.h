@@ -31,10 +31,10 @@ struct softmax_of {
     using V    = typename L::V;
     using sums = sums_of<L>;
 
-    // Scores of n keys become weights 2^(s - max), zeros from n to a whole vector and, once they are in the sum, where
-    // they are below the rule's least; acc is rescaled when max grows. Compiled once, so that all have the same bits.
-    [[gnu::noinline]] static void weigh(const row_rule & rule, float * s, int n, float & max, float & sum, float * acc,
-                                        int64_t d_v) {
+    // Scores of n keys become weights 2^(s - max), zeros from n to a whole vector; acc is rescaled when max grows.
+    // Compiled once, so that all have the same bits.
+    [[gnu::noinline]] static void update(const row_rule & rule, float * s, int n, float & max, float & sum, float * acc,
+                                         int64_t d_v) {
         const int        padded = int(round_up(n, L::width));
         uint16_t         local[most_keys];
         const uint16_t * mask = rule.mask;
@@ -53,8 +53,8 @@ struct softmax_of {
         for (int j = 0; mask && j < padded; j += L::width) {
             L::store(s + j, L::fma(L::set(rule.slope), L::load_half(mask + j), L::load(s + j)));
         }
-        for (int j = 0; rule.stands && j < padded; j += L::width) {
-            L::store(s + j, L::add(L::load(rule.stands + j), L::load(s + j)));
+        for (int j = 0; rule.inverse_probability && j < padded; j += L::width) {
+            L::store(s + j, L::add(L::load(rule.inverse_probability + j), L::load(s + j)));
         }
         for (int j = n; j < padded; j++) {
             s[j] = -INFINITY;
@@ -74,16 +74,16 @@ struct softmax_of {
         V total = L::zero();
         for (int j = 0; j < padded; j += L::width) {
             const V p = L::exp2(L::add(L::load(s + j), L::set(-highest)));
-            L::store(s + j, L::at_least(p, rule.least));
+            L::store(s + j, p);
             total = L::add(total, p);
         }
         sum += L::sum(total);
     }
 
-    // As weigh(), of R <= 4 rows that see a whole block with nothing added to their scores: their latencies
-    // overlap. The same bits. False, with nothing changed: weigh() has to take each row.
+    // As update(), of R <= 4 rows that see a whole block with nothing added to their scores: their latencies
+    // overlap. The same bits. False, with nothing changed: update() has to take each row.
     template <int R>
-    [[gnu::noinline]] static bool weigh_together(float * s, float * max, float * sum, float * acc, int64_t d_v) {
+    [[gnu::noinline]] static bool update_together(float * s, float * max, float * sum, float * acc, int64_t d_v) {
         constexpr int n = key_block / L::width;
         V             top[4], total[4];
         float         highest[4], more[4];

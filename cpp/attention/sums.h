@@ -1,4 +1,4 @@
-// What rows make of pieces of the keys, summed up, for a vector layer L.
+// What rows make of splits of the keys, summed up, for a vector layer L.
 
 #pragma once
 
@@ -32,7 +32,7 @@ struct sums_of {
         return out[0];
     }
 
-    // What a row makes of more keys is added to what it makes of others. Compiled once, as weigh().
+    // What a row makes of more keys is added to what it makes of others. Compiled once, as update().
     [[gnu::noinline]] static void add(const row_sums & to, const row_sums & more, int row, int64_t d_v) {
         const float   max = more.max[row] > to.max[row] ? more.max[row] : to.max[row];
         float *       acc = to.acc + row * d_v;
@@ -91,7 +91,7 @@ struct sums_of {
         const attention_args & a     = *first.args;
         const int              group = a.n_head / a.n_head_kv;
         for (int i = 0; i < first.n_head; i++) {
-            const item_memory part(a, first.few, first.n_queries, first.memory, i);
+            const item_memory part(a, first.decode, first.n_queries, first.memory, i);
             for (int row = 0; row < part.rows; row++) {
                 const int head = (first.head0 + i) * group + row % group;
                 float *   out  = output_row(a, first.q0 + row / group, head);

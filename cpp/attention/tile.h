@@ -94,23 +94,23 @@ struct tile {
 
     // R <= 4 rows from `row` on
     template <int R>
-    static void weigh_few(const attention_item & w, int head, const item_memory & m, const key_span & span, int row,
-                          float * s) {
-        if constexpr (L::weighs_together && R > 1) {
+    static void softmax_quad(const attention_item & w, int head, const item_memory & m, const key_span & span, int row,
+                             float * s) {
+        if constexpr (L::updates_together && R > 1) {
             const attention_args & a     = *w.args;
             const int              group = a.n_head / a.n_head_kv;
-            bool plain = span.n == key_block && a.logit_softcap == 0.0f && !span.stands && a.v_skip == 0.0f &&
+            bool plain = span.n == key_block && a.logit_softcap == 0.0f && !span.inverse_probability &&
                          span.segment->n_pairs == 0;
             for (int i = row / group; plain && i <= (row + R - 1) / group; i++) {
                 plain = span.states[i] == all_plain;
             }
-            if (plain && softmax::template weigh_together<R>(s, m.max + row, m.sum + row, m.acc + row * m.d_v_padded,
-                                                             m.d_v_padded)) {
+            if (plain && softmax::template update_together<R>(s, m.max + row, m.sum + row, m.acc + row * m.d_v_padded,
+                                                              m.d_v_padded)) {
                 return;
             }
         }
         for (int r = 0; r < R; r++) {
-            weigh_row(w, head, m, span, row + r, s + r * key_block);
+            softmax_row(w, head, m, span, row + r, s + r * key_block);
         }
     }
 
@@ -140,14 +140,11 @@ struct tile {
             }
             ready |= 1u << row / 4;
             for (int i = 0; i < w.n_head; i++) {
-                const item_memory m(*w.args, w.few, w.n_queries, w.memory, i);
+                const item_memory m(*w.args, w.decode, w.n_queries, w.memory, i);
                 const int         n = rows - row < 4 ? rows - row : 4;
                 std::memset(m.acc + row * m.d_v_padded, 0, size_t(n) * m.d_v_padded * sizeof(float));
                 pack_quad(w, w.head0 + i, m, row);
                 pack(m, row);
-                if (w.args->v_skip > 0.0f) {
-                    expect_maxima(w, w.head0 + i, m, row, n);
-                }
             }
         }
     }
@@ -206,7 +203,7 @@ struct tile {
     static void add_pairs(const attention_item & w, int head_kv, const key_span & span, int row, float * s) {
         const attention_args & a     = *w.args;
         const int              group = a.n_head / a.n_head_kv;
-        const int64_t          first = span.segment->first_turn + span.first;
+        const int64_t          first = span.segment->first_angle + span.first;
         for (int i = 0; i < span.segment->n_pairs; i++) {
             const attention_pair & pair = span.segment->pairs[i];
             const pair_score       x    = score_of(a, pair, w.q0 + row / group, head_kv * group + row % group);
@@ -220,7 +217,7 @@ struct tile {
             float         gathered[2][key_block];
             if (span.pages) {
                 for (int j = 0; j < round_up(span.n, L::width); j++) {
-                    const int64_t key = span.segment->first_turn + span.pages->at(j < span.n ? j : 0);
+                    const int64_t key = span.segment->first_angle + span.pages->at(j < span.n ? j : 0);
                     gathered[0][j]    = pair.cosines[key];
                     gathered[1][j]    = pair.sines[key];
                 }
@@ -234,72 +231,27 @@ struct tile {
         }
     }
 
-    static void weigh_row(const attention_item & w, int head, const item_memory & m, const key_span & span, int row,
-                          float * s) {
+    static void softmax_row(const attention_item & w, int head, const item_memory & m, const key_span & span, int row,
+                            float * s) {
         if (span.states[row / (w.args->n_head / w.args->n_head_kv)] == all_hidden) {
             std::memset(s, 0, round_up(span.n, 16) * sizeof(float));
             return;
         }
         add_pairs(w, head, span, row, s);
-        softmax::weigh(rule_of(w, span, head, row), s, span.n, m.max[row], m.sum[row], m.acc + row * m.d_v_padded,
-                       m.d_v_padded);
+        softmax::update(rule_of(w, span, head, row), s, span.n, m.max[row], m.sum[row], m.acc + row * m.d_v_padded,
+                        m.d_v_padded);
     }
 
-    // Decode: scores of all rows become weights, and each() is called for each of them. False: V may be left out.
+    // Decode: scores of all rows become weights, and each() is called for each of them.
     template <class Each>
-    static bool weigh_rows(const attention_item & w, int head, const item_memory & m, const key_span & span, float * s,
-                           Each each) {
+    static void softmax_rows(const attention_item & w, int head, const item_memory & m, const key_span & span,
+                             float * s, Each each) {
         for (int row = 0; row < m.rows; row += 4) {
             const int rows = m.rows - row < 4 ? m.rows - row : 4;
             for (int r = 0; r < rows; r++) {
                 each();
             }
-            with_rows(rows, [&](auto R) { weigh_few<R>(w, head, m, span, row, s + row * key_block); });
-        }
-        if (w.args->v_skip == 0.0f) {
-            return true;
-        }
-        const int used = __builtin_popcountll(used_keys<L>(s, m.rows, span.n));
-        if (w.args->skips) {
-            __atomic_fetch_add(&w.args->skips->keys, span.n, __ATOMIC_RELAXED);
-            __atomic_fetch_add(&w.args->skips->skipped, span.n - used, __ATOMIC_RELAXED);
-        }
-        return used > 0;
-    }
-
-    // Where V may be left out: n packed rows start with the maximum of what they score at a few keys (expected_keys),
-    // which a thread finds once. Without it each run of keys would have to find a large score of its own first.
-    static void expect_maxima(const attention_item & w, int head, const item_memory & m, int first, int n) {
-        float * maxima = w.expected + head * few_rows + first;
-        if (maxima[0] != maxima[0]) {
-            find_maxima(w, head, m, first, n, maxima);
-        }
-        std::memcpy(m.max + first, maxima, n * sizeof(float));
-    }
-
-    [[gnu::noinline]] static void find_maxima(const attention_item & w, int head, const item_memory & m, int first,
-                                              int n, float * maxima) {
-        const attention_args & a     = *w.args;
-        const int              group = a.n_head / a.n_head_kv;
-        const int64_t          d     = round_up(a.d_k, 16);
-        const float *          q     = static_cast<const float *>(m.q) + first * d;
-        float *                k     = w.panels->k;
-        expected_keys          keys;
-        alignas(64) float      s[4 * key_block];
-        for (int row = first; row < first + n; row++) {
-            if (row == first || row % group == 0) {
-                keys.find(a, w.q0 + row / group);
-                for (int j = 0; j < keys.n; j++) {
-                    unpack(keys.segment[j]->k, keys.key[j], head, a.d_k, k + j * d);
-                }
-                for (int j = 0; j < keys.n; j += L::dot_keys) { // of all rows at once; past the last key, what is there
-                    dots<L::dot_keys>(q, k + j * d, d, s + j);
-                }
-            }
-            const row_rule rule = { a.logit_softcap * log2e, slope_of(a, head, row), a.mask ? keys.mask : nullptr, 0 };
-            float          ignored = 0.0f;
-            maxima[row - first]    = -INFINITY;
-            softmax::weigh(rule, s + (row - first) * key_block, keys.n, maxima[row - first], ignored, nullptr, 0);
+            with_rows(rows, [&](auto R) { softmax_quad<R>(w, head, m, span, row, s + row * key_block); });
         }
     }
 
@@ -319,11 +271,10 @@ struct tile {
     }
 
     static void decode_block(const attention_item & w, int head, const item_memory & m, const key_span & span) {
-        alignas(64) float s[few_rows * key_block];
+        alignas(64) float s[decode_rows * key_block];
         score_rows(w, head, m, span, s);
-        if (weigh_rows(w, head, m, span, s, [] {})) {
-            add_values(w, head, m, span, s);
-        }
+        softmax_rows(w, head, m, span, s, [] {});
+        add_values(w, head, m, span, s);
     }
 
     // K turned so that keys are columns: scores of many rows need no reduction. Rows go through the panel of V.
@@ -361,7 +312,7 @@ struct tile {
             product_of<L>::template multiply<false>(rows, static_cast<const float *>(m.q) + row * d, d, k, ld, s,
                                                     key_block, int(d), int(round_up(span.n, L::width)));
             for (int r = 0; r < rows; r++) {
-                weigh_row(w, head, m, span, row + r, s + r * key_block);
+                softmax_row(w, head, m, span, row + r, s + r * key_block);
             }
             product_of<L>::template multiply<true>(rows, s, key_block, v, d_v, m.acc + row * m.d_v_padded, m.d_v_padded,
                                                    span.n, int(d_v));
@@ -374,17 +325,17 @@ struct tile {
         return d <= 256 ? 64 : d <= 512 ? 32 : 16;
     }
 
-    // Prefill: block(m, span) for each block of each piece that some row sees, and all pieces are summed up.
+    // Prefill: block(m, span) for each block of each split that some row sees, and all splits are summed up.
     template <class Block>
-    static void prefill_pieces(const attention_item & w, int step, Block block) {
-        const item_memory m(*w.args, w.few, w.n_queries, w.memory, 0);
+    static void prefill_splits(const attention_item & w, int step, Block block) {
+        const item_memory m(*w.args, w.decode, w.n_queries, w.memory, 0);
         attention_item    part = w;
         for (int row = 0; row < m.rows; row++) {
             m.all.max[row] = -INFINITY;
         }
-        for (int64_t i = w.piece0; i < w.piece1; i++) {
+        for (int64_t i = w.split0; i < w.split1; i++) {
             bool any = false;
-            go_to_piece(part, i);
+            go_to_split(part, i);
             for_each_block(part, step, [&](const key_span & span) {
                 attention_segment copied;
                 if (!any) {
@@ -400,24 +351,24 @@ struct tile {
     }
 
     static void run(const attention_item & w) {
-        if (!w.few) {
-            const item_memory m(*w.args, w.few, w.n_queries, w.memory, 0);
+        if (!w.decode) {
+            const item_memory m(*w.args, w.decode, w.n_queries, w.memory, 0);
             for (int row = 0; row < m.rows; row += 4) {
                 pack_quad(w, w.head0, m, row);
             }
-            prefill_pieces(w, block_keys(*w.args),
+            prefill_splits(w, block_keys(*w.args),
                            [&](const item_memory & m, const key_span & span) { prefill_block(w, w.head0, m, span); });
             return;
         }
         for (int i = 0; i < w.n_head; i++) {
-            begin(item_memory(*w.args, w.few, w.n_queries, w.memory, i));
+            begin(item_memory(*w.args, w.decode, w.n_queries, w.memory, i));
         }
         uint32_t   ready   = 0;
         const auto prepare = [&](const key_span & span) {
             prepare_rows(w, span, ready, [](const item_memory &, int) {});
         };
         for_each_block_read(w, block_keys(*w.args), prepare, [&](int i, const key_span & span) {
-            decode_block(w, w.head0 + i, item_memory(*w.args, w.few, w.n_queries, w.memory, i), span);
+            decode_block(w, w.head0 + i, item_memory(*w.args, w.decode, w.n_queries, w.memory, i), span);
         });
     }
 };

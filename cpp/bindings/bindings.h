@@ -3,6 +3,7 @@
 #pragma once
 
 #include "mixedkv/mixedkv.h"
+#include "spec/spec.h"
 
 #include <pybind11/pybind11.h>
 
@@ -51,8 +52,12 @@ std::vector<T> fetch(llama_context * ctx, list_fn<T> list) {
     return out;
 }
 
+// Fields of a Python setting by name, numbers or text. Raises ValueError where one is out of range.
+mixedkv::cache_spec to_spec(bool mixed, const pybind11::dict & fields);
+
 void register_errors(pybind11::module_ & m);
 void register_config(pybind11::module_ & m);
+void register_spec(pybind11::module_ & m);
 void register_stats(pybind11::module_ & m);
 void register_rows(pybind11::module_ & m);
 void register_blocks(pybind11::module_ & m);

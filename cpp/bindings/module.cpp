@@ -7,6 +7,7 @@ PYBIND11_MODULE(_core, m) {
 
     mixedkv_py::register_errors(m);
     mixedkv_py::register_config(m);
+    mixedkv_py::register_spec(m);
     mixedkv_py::register_stats(m);
     mixedkv_py::register_rows(m);
     mixedkv_py::register_blocks(m);

@@ -1,7 +1,7 @@
 // Version, and the configuration of the next context.
 
 #include "bindings.h"
-#include "hot_set/hot_window.h"
+#include "spec/spec.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/stl.h>
@@ -33,23 +33,24 @@ using layer_types = std::tuple<int32_t, int32_t, int, int>;
 class cache_config {
   public:
     cache_config(bool mixed, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens,
-                 const std::string & attention, uint32_t n_draft, bool equalize, uint32_t hot_budget, uint32_t rounding,
-                 float v_skip, float sparse_error, const std::vector<layer_types> & layers) {
+                 const std::string & attention, uint32_t n_draft, uint32_t hot_budget, float sparse_error,
+                 const std::vector<layer_types> & layers) {
         values.mixed        = mixed;
         values.threshold    = threshold;
         values.group_size   = group_size;
         values.sink_tokens  = sink_tokens;
         values.attention    = parse_attention(attention);
         values.n_draft      = n_draft;
-        values.equalize     = equalize;
         values.hot_budget   = hot_budget;
-        values.rounding     = rounding;
-        values.v_skip       = v_skip;
         values.sparse_error = sparse_error;
         for (const auto & [first, last, type_k, type_v] : layers) {
             types.push_back({ first, last, static_cast<ggml_type>(type_k), static_cast<ggml_type>(type_v) });
         }
     }
+
+    explicit cache_config(const mixedkv::cache_spec & spec) { values = mixedkv::to_native(spec, types).config; }
+
+    bool chooses_rows() const { return values.hot_budget == MIXEDKV_HOT_BUDGET_AUTO; }
 
     // Lives as long as this object.
     mixedkv_config native() const {
@@ -94,23 +95,17 @@ static py::tuple count_ring_rows(const cache_config & config, uint32_t n_seq, ui
     return py::make_tuple(n, least);
 }
 
-// The rule as C++ has it, for the test that holds Python's against it.
-static int32_t hot_begin(uint32_t threshold, uint32_t group_size, uint32_t sink_tokens, int32_t q) {
-    return mixedkv::hot_window{ threshold, group_size, sink_tokens }.begin(q);
-}
-
-static bool is_hot(uint32_t threshold, uint32_t group_size, uint32_t sink_tokens, int32_t p, int32_t q) {
-    const mixedkv::hot_window window = { threshold, group_size, sink_tokens };
-    return window.contains(p, window.begin(q));
-}
-
 void register_config(py::module_ & m) {
     py::class_<cache_config> config(m, "CacheConfig");
-    config.def(py::init<bool, uint32_t, uint32_t, uint32_t, const std::string &, uint32_t, bool, uint32_t, uint32_t,
-                        float, float, const std::vector<layer_types> &>(),
+    config.def(py::init<bool, uint32_t, uint32_t, uint32_t, const std::string &, uint32_t, uint32_t, float,
+                        const std::vector<layer_types> &>(),
                py::kw_only(), "mixed"_a = true, "threshold"_a = 0, "group_size"_a = 1, "sink_tokens"_a = 0,
-               "attention"_a = "auto", "n_draft"_a = 0, "equalize"_a = false, "hot_budget"_a = MIXEDKV_HOT_BUDGET_AUTO,
-               "rounding"_a = 0, "v_skip"_a = 0.0f, "sparse_error"_a = 0.0f, "layers"_a = std::vector<layer_types>());
+               "attention"_a = "auto", "n_draft"_a = 0, "hot_budget"_a = MIXEDKV_HOT_BUDGET_AUTO,
+               "sparse_error"_a = 0.0f, "layers"_a = std::vector<layer_types>());
+    config.def_property_readonly("chooses_rows", &cache_config::chooses_rows);
+    config.def_static(
+        "of", [](bool mixed, const py::dict & fields) { return cache_config(to_spec(mixed, fields)); }, "mixed"_a,
+        "fields"_a);
     config.attr("HOT_BUDGET_AUTO") = MIXEDKV_HOT_BUDGET_AUTO;
     config.attr("HOT_BUDGET_ALL")  = MIXEDKV_HOT_BUDGET_ALL;
 
@@ -119,8 +114,6 @@ void register_config(py::module_ & m) {
     m.def("withdraw", &withdraw);
     m.def("check", &check_model, "model"_a, "config"_a, "type_k"_a, "type_v"_a, "n_ctx"_a);
     m.def("count_ring_rows", &count_ring_rows, "config"_a, "n_seq"_a, "n_cells"_a, "bytes_cold"_a, "bytes_f16"_a);
-    m.def("hot_begin", &hot_begin, "threshold"_a, "group_size"_a, "sink_tokens"_a, "q"_a);
-    m.def("is_hot", &is_hot, "threshold"_a, "group_size"_a, "sink_tokens"_a, "p"_a, "q"_a);
 }
 
 } // namespace mixedkv_py

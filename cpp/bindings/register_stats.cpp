@@ -15,12 +15,11 @@ static py::dict stats(uintptr_t ctx) {
     check(mixedkv_get_stats(pointer<llama_context>(ctx), &s));
     return py::dict(
         "mixed"_a = s.mixed, "n_ctx_seq"_a = s.n_ctx_seq, "n_seq_max"_a = s.n_seq_max, "n_stream"_a = s.n_stream,
-        "n_layer"_a = s.n_layer, "threshold"_a = s.threshold, "threshold_now"_a = s.threshold_now,
-        "threshold_capacity"_a = s.threshold_capacity, "group_size"_a = s.group_size, "sink_tokens"_a = s.sink_tokens,
-        "n_draft"_a = s.n_draft, "ring_rows"_a = s.ring_rows, "n_cells_used"_a = s.n_cells_used,
-        "n_cells_hot"_a = s.n_cells_hot, "n_elements"_a = s.n_elements, "hot_slots"_a = s.hot_slots,
-        "hot_shared"_a = s.hot_shared, "n_evicted"_a = s.n_evicted, "n_v_met"_a = s.n_v_met,
-        "n_v_skipped"_a = s.n_v_skipped, "n_pages"_a = s.n_pages, "n_pages_read"_a = s.n_pages_read,
+        "n_layer"_a = s.n_layer, "threshold"_a = s.threshold, "threshold_capacity"_a = s.threshold_capacity,
+        "group_size"_a = s.group_size, "sink_tokens"_a = s.sink_tokens, "n_draft"_a = s.n_draft,
+        "ring_rows"_a = s.ring_rows, "n_cells_used"_a = s.n_cells_used, "n_cells_hot"_a = s.n_cells_hot,
+        "n_elements"_a = s.n_elements, "hot_slots"_a = s.hot_slots, "hot_shared"_a = s.hot_shared,
+        "n_evicted"_a = s.n_evicted, "n_pages"_a = s.n_pages, "n_pages_read"_a = s.n_pages_read,
         "bytes_total"_a = s.bytes_total, "bytes_cold"_a = s.bytes_cold, "bytes_hot"_a = s.bytes_hot,
         "bytes_given_back"_a = s.bytes_given_back, "bytes_view"_a = s.bytes_view, "bytes_compute"_a = s.bytes_compute);
 }
@@ -51,10 +50,6 @@ static py::list to_list(const std::vector<T> & items, py::dict (*convert)(const 
 
 static void set_window(uintptr_t ctx, uint32_t threshold, uint32_t group_size, uint32_t sink_tokens) {
     check(mixedkv_set_window(pointer<llama_context>(ctx), threshold, group_size, sink_tokens));
-}
-
-static void limit_window(uintptr_t ctx, uint32_t threshold) {
-    check(mixedkv_limit_window(pointer<llama_context>(ctx), threshold));
 }
 
 static void rest(uintptr_t ctx, int32_t seq) {
@@ -121,7 +116,6 @@ void register_stats(py::module_ & m) {
     m.def("short_from", &short_from, "ctx"_a);
     m.def("window_is_whole", &window_is_whole, "ctx"_a, "seq"_a, "pos"_a);
     m.def("find_cut", &find_cut, "ctx"_a, "seq"_a, "n"_a);
-    m.def("limit_window", &limit_window, "ctx"_a, "threshold"_a);
     m.def("rest", &rest, "ctx"_a, "seq"_a);
     m.def("wake", &wake, "ctx"_a, "seq"_a);
     m.def("limit_sliding", &mixedkv_limit_sliding, "n_windows"_a);

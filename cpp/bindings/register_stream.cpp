@@ -35,7 +35,11 @@ class stream {
 
     // Raises what the signal's handler raised, KeyboardInterrupt as a rule
     void check() {
-        const mixedkv_status status = mixedkv_stream_check(handle);
+        mixedkv_status status;
+        {
+            const py::gil_scoped_release released; // another context's graph may ask stop()
+            status = mixedkv_stream_check(handle);
+        }
         if (raised) {
             const py::error_already_set error = *raised;
             raised.reset();

@@ -8,6 +8,7 @@
 #include "blocks/present.h"
 #include "hooks/windows.h"
 #include "rows/access.h"
+#include "spec/spec.h"
 
 #include "llama-model.h"
 
@@ -26,9 +27,6 @@ void check_config(const mixedkv_config & config) {
 
     require(uint32_t(config.attention) <= MIXEDKV_ATTENTION_MERGED, MIXEDKV_INVALID,
             "attention must be auto, fused or merged");
-    require(config.rounding == 0 || config.rounding == 8 || config.rounding == 16, MIXEDKV_INVALID,
-            "rounding must be 16, 8, or 0 for what suits the rows");
-    require(config.v_skip >= 0.0f && config.v_skip < 1.0f, MIXEDKV_INVALID, "v_skip must be at least 0 and below 1");
     require(config.sparse_error >= 0.0f && config.sparse_error < 1.0f, MIXEDKV_INVALID,
             "sparse_error must be at least 0 and below 1");
     require(!config.mixed || window.problem().empty(), MIXEDKV_INVALID, window.problem());
@@ -86,7 +84,7 @@ bool has_room_for_window(llama_context * ctx, const mixedkv::hot_window & window
 
 // what set_window takes without more memory, beside the other settings as they are
 uint32_t get_most_threshold(llama_context * ctx, const llama_kv_cache_mixed & kv) {
-    auto window = kv.get_hot().get_slots().get_rule();
+    auto window = kv.get_hot().get_slots().get_window();
 
     // fits, does not
     uint32_t low  = window.threshold;
@@ -113,21 +111,18 @@ mixedkv_stats get_stats(llama_context * ctx) {
         const auto & hot       = mixed->get_hot();
         const auto & slots     = hot.get_slots();
         res.mixed              = mixed->is_mixed();
-        res.threshold          = slots.get_rule().threshold;
-        res.threshold_now      = slots.get_window().threshold;
+        res.threshold          = slots.get_window().threshold;
         res.threshold_capacity = get_most_threshold(ctx, *mixed);
-        res.group_size         = slots.get_rule().group_size;
-        res.sink_tokens        = slots.get_rule().sink_tokens;
-        res.n_draft            = slots.get_rule().n_draft;
+        res.group_size         = slots.get_window().group_size;
+        res.sink_tokens        = slots.get_window().sink_tokens;
+        res.n_draft            = slots.get_window().n_draft;
         res.ring_rows          = hot.get_n_rows();
         res.n_cells_hot        = slots.get_n_cells_hot();
         res.hot_slots          = slots.get_layout().n_slots * mixed->get_n_stream();
         res.hot_shared         = slots.get_layout().is_shared();
         res.n_evicted          = slots.get_use().n_evicted;
-        res.n_v_met            = mixed->get_skips().keys;
-        res.n_v_skipped        = mixed->get_skips().skipped;
-        res.n_pages            = mixed->get_skips().pages;
-        res.n_pages_read       = mixed->get_skips().pages_read;
+        res.n_pages            = mixed->get_page_counts().pages;
+        res.n_pages_read       = mixed->get_page_counts().pages_read;
     }
 
     for (const auto & layer : get_layers(ctx)) {
@@ -173,6 +168,18 @@ const char * mixedkv_isa(void) {
 
 const char * mixedkv_last_error(void) {
     return llama_kv_mixed_get_error().c_str();
+}
+
+mixedkv_status mixedkv_parse(const char * spec, mixedkv_spec * out) {
+    return guarded([&] {
+        require(spec && out, MIXEDKV_INVALID, "spec or out is NULL");
+        static thread_local std::vector<mixedkv_layer_types> layers;
+        try {
+            *out = mixedkv::to_native(mixedkv::parse_spec(spec), layers);
+        } catch (const mixedkv::spec_error & err) {
+            throw api_error{ MIXEDKV_INVALID, err.what() };
+        }
+    });
 }
 
 mixedkv_status mixedkv_check(const llama_model * model, const mixedkv_config * config, ggml_type type_k,
@@ -323,7 +330,7 @@ mixedkv_status mixedkv_set_window(llama_context * ctx, uint32_t threshold, uint3
         const std::string         problem = window_problem(ctx, window);
         require(problem.empty(), MIXEDKV_INVALID, problem);
 
-        const auto & rule = dynamic_cast<llama_kv_cache_mixed &>(get_cache(ctx)).get_hot().get_slots().get_rule();
+        const auto & rule = dynamic_cast<llama_kv_cache_mixed &>(get_cache(ctx)).get_hot().get_slots().get_window();
         const bool   same =
             rule.threshold == threshold && rule.group_size == group_size && rule.sink_tokens == sink_tokens;
 
@@ -369,17 +376,6 @@ mixedkv_status mixedkv_drop_sliding(llama_context * ctx, int32_t seq_id) {
             if (kv_access::get_n_swa(*kv) > 0) {
                 kv->seq_rm(seq_id, -1, -1);
             }
-        }
-    });
-}
-
-mixedkv_status mixedkv_limit_window(llama_context * ctx, uint32_t threshold) {
-    return guarded(ctx, [&] {
-        for (auto * kv : get_caches(ctx)) {
-            auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv);
-            require(mixed && mixed->is_mixed(), MIXEDKV_NOT_AVAILABLE,
-                    "this KV cache is uniform: only a mixed cache has a window");
-            mixed->get_hot().limit_window(threshold);
         }
     });
 }

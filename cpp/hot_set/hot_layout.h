@@ -34,8 +34,8 @@ struct hot_layout {
     static uint64_t least(const hot_window & capacity, uint32_t n_seq, uint32_t n_cells);
     static uint64_t all(const hot_window & capacity, uint32_t n_seq, uint32_t n_cells);
 
-    // The default: windows for half of the sequences, in a quarter of the bytes of the cold rows at most, but the least
-    // in any case. Bytes are those of one token in all layers, cold and in F16.
+    // The default: windows for half of the sequences, in a fifth over the bytes of a cache for one sequence at most,
+    // but the least in any case. Bytes are those of one token in all layers, cold and in F16.
     static uint64_t automatic(const hot_window & capacity, uint32_t n_seq, uint32_t n_cells, uint64_t bytes_cold,
                               uint64_t bytes_f16);
 

@@ -42,6 +42,13 @@ struct hot_window {
         return threshold == 0 ? begin(q) : begin(int32_t(std::max(int64_t(q) - n_draft, int64_t(-1))));
     }
 
+    // Can a sequence that was evaluated to n tokens, then cut or copied at `at`, go on as if it had never been longer?
+    // That is: does it hold every F16 row that the query at `at` reads, if none has made room for another sequence's?
+    bool cut_is_exact(int32_t n, int32_t at) const {
+        const int32_t first = std::max(begin(at), int32_t(sink_tokens));
+        return n == at || first >= at || held_begin(n - 1) <= first;
+    }
+
     // Rows that one sequence can hold at a time: the sinks and, by turns, the recent ones.
     uint64_t rows() const { return uint64_t(sink_tokens) + recent_rows(); }
     uint64_t recent_rows() const { return threshold == 0 ? 0 : uint64_t(threshold) + n_draft; }

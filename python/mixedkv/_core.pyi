@@ -22,7 +22,6 @@ class Stats(TypedDict):
     n_stream: int
     n_layer: int
     threshold: int
-    threshold_now: int
     threshold_capacity: int
     group_size: int
     sink_tokens: int
@@ -33,8 +32,6 @@ class Stats(TypedDict):
     hot_slots: int
     hot_shared: bool
     n_evicted: int
-    n_v_met: int
-    n_v_skipped: int
     n_pages: int
     n_pages_read: int
     n_elements: int
@@ -125,13 +122,76 @@ class CacheConfig:
         sink_tokens: int = 0,
         attention: str = "auto",
         n_draft: int = 0,
-        equalize: bool = False,
         hot_budget: int = ...,
-        rounding: int = ...,
-        v_skip: float = 0.0,
         sparse_error: float = 0.0,
         layers: list[tuple[int, int, int, int]] = ...,
     ) -> None: ...
+    @property
+    def chooses_rows(self) -> bool:
+        """False where the number of F16 rows is given: no size is too large then."""
+
+    @staticmethod
+    def of(mixed: bool, fields: dict[str, Any]) -> CacheConfig:
+        """Make one of the fields of a setting by name, as `check_kv` takes them."""
+
+COLD_TYPES: tuple[str, ...]
+UNIFORM_TYPES: tuple[str, ...]
+PRESETS: tuple[str, ...]
+DEFAULTS: dict[str, Any]
+UNIFORM_DEFAULTS: dict[str, Any]
+DRAFTS_KEPT: int
+
+def parse_kv(text: str) -> tuple[bool, dict[str, Any]]:
+    """Read a spec: whether the cache is mixed, and its fields by name."""
+
+def check_kv(mixed: bool, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields in their normal form, those left out with their defaults. Raises ValueError."""
+
+def format_kv(mixed: bool, fields: dict[str, Any], full: bool = False) -> str:
+    """Return the spec that `parse_kv` reads back."""
+
+def layer_ranges(layers: str) -> list[tuple[int, int, str, str]]:
+    """Return first and last layer (-1: the model's) of each range, and its types of K and V."""
+
+def row_types() -> dict[str, tuple[int, int, int]]:
+    """Return ggml's id of each type that a cache can have, and the elements and bytes of a block."""
+
+def parse_size(text: str, unit: int = 1) -> int: ...
+
+class HotWindow:
+    """The rule that says which positions attention reads in F16: see cpp/hot_set/hot_window.h.
+
+    What a cache promises. Which rows it has is another matter: F16 rows can make room for those of other
+    sequences, and a block that was loaded has those of its own window only. `KVCache.holds` looks at them.
+    """
+
+    def __init__(
+        self, threshold: int = 0, group_size: int = 1, sink_tokens: int = 0, n_draft: int = 0
+    ) -> None: ...
+    @property
+    def threshold(self) -> int: ...
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def sink_tokens(self) -> int: ...
+    @property
+    def n_draft(self) -> int: ...
+    def begin(self, q: int) -> int:
+        """Return the first position of the recent window of a query at position `q`."""
+
+    def contains(self, p: int, q: int) -> bool:
+        """Return whether the query at position `q` reads the key at position `p` in F16."""
+
+    def held_begin(self, q: int) -> int:
+        """Return the first position of the recent rows that a sequence holds whose last token is at `q`."""
+
+    def cut_is_exact(self, n: int, at: int) -> bool:
+        """Return whether a sequence of `n` tokens, cut or copied at `at`, can go on as if it had never been
+        longer.
+        """
+
+    def rows(self) -> int:
+        """Return the number of F16 rows that a sequence can hold."""
 
 def configure_next(config: CacheConfig) -> None: ...
 def withdraw() -> None: ...
@@ -139,8 +199,6 @@ def check(model: int, config: CacheConfig, type_k: int, type_v: int, n_ctx: int)
 def count_ring_rows(
     config: CacheConfig, n_seq: int, n_cells: int, bytes_cold: int, bytes_f16: int
 ) -> tuple[int, int]: ...
-def hot_begin(threshold: int, group_size: int, sink_tokens: int, q: int) -> int: ...
-def is_hot(threshold: int, group_size: int, sink_tokens: int, p: int, q: int) -> bool: ...
 def stats(ctx: int) -> Stats: ...
 def layers(ctx: int) -> list[Layer]: ...
 def scales(ctx: int, il: int) -> npt.NDArray[np.float32] | None: ...
@@ -148,7 +206,6 @@ def sequences(ctx: int) -> list[Sequence]: ...
 def short_from(ctx: int) -> list[int]: ...
 def window_is_whole(ctx: int, seq: int, pos: int) -> bool: ...
 def find_cut(ctx: int, seq: int, n: int) -> tuple[int, int, int, int, bool]: ...
-def limit_window(ctx: int, threshold: int) -> None: ...
 def rest(ctx: int, seq: int) -> None: ...
 def wake(ctx: int, seq: int) -> None: ...
 def limit_sliding(n_windows: int) -> None: ...

@@ -509,7 +509,7 @@ class Llama(GuardedLlama):
         if asked is not None and setting.is_settled and settled != setting:
             warnings.warn(
                 f"kv={str(setting)!r} would take more than an F16 cache of n_ctx={n_ctx}, or not fit: it is "
-                f"{str(settled)!r} here. A larger n_ctx, or hot_budget, has room for what was asked for",
+                f"{str(settled)!r} here. A larger n_ctx has room for what was asked for",
                 stacklevel=3,
             )
         return settled
@@ -520,7 +520,7 @@ class Llama(GuardedLlama):
 
     @property
     def fitted(self) -> Fit | None:
-        """What n_ctx="fit" chose; None where a number was given."""
+        """The choice that n_ctx="fit" made; None where a number was given."""
         return self._fit
 
     @property
@@ -557,7 +557,7 @@ class Llama(GuardedLlama):
             )
 
     def _warn_of_size(self) -> None:
-        """Warn of a cache larger than F16's; without a hot_budget it is refused before."""
+        """Warn of a cache larger than F16's."""
         if isinstance(self._setting, MixedKVConfig) and (stats := self._kv.stats()).saving < 0:
             warnings.warn(
                 f"kv={str(self._setting)!r} takes {stats.bytes_total} bytes here, more than the "

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
+from mixedkv import _core
+
 GB, MB = 10**9, 10**6
-_SIZE = re.compile(
-    r"(?P<number>\d+\.?\d*|\.\d+) *(?P<unit>((?P<power>[KMGT])(?P<binary>I)?)?(?P<b>B)?)", re.ASCII
-)
 _DURATION = re.compile(r"(?P<number>\d+\.?\d*|\.\d+) *(?P<unit>s|min|h|d|w)?", re.ASCII)
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
@@ -23,11 +22,10 @@ def parse_size(text: str, unit: int = 1, least: int = 1) -> int:
     Raises:
         ValueError: it is no size.
     """
-    found = _SIZE.fullmatch(text.strip().upper())
-    value = float(found["number"]) * _unit(found, unit) if found else -1.0
-    if not least <= value < 2**60:
+    n_bytes = _core.parse_size(text.strip(), unit)
+    if n_bytes < least:
         raise ValueError(f"{text!r} is not a size: use e.g. 2GiB or 500MiB")
-    return int(value)
+    return n_bytes
 
 
 def size_of(field: str, value: float | str, unit: int = 1) -> int:
@@ -56,13 +54,6 @@ def format_bytes(n: int) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-
-
-def _unit(found: re.Match[str], default: int) -> int:
-    if not found["unit"]:
-        return default
-    base = 1000 if found["b"] and not found["binary"] else 1024
-    return int(base ** (" KMGT".index(found["power"] or " ")))
 
 
 def parse_duration(text: str) -> float:

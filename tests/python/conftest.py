@@ -19,6 +19,7 @@ from mixedkv.store import KVStore
 from support import zoo
 from support.conversation_support import empty, open_llama
 from support.harness import N_GPU_LAYERS, Ctx, Mixed, Model, Uniform
+from support.hidden import hidden
 from support.oracle import Oracle, oracle_of
 from support.planted import plant
 
@@ -31,6 +32,12 @@ hypothesis.settings.load_profile("patient")
 # a shell has its background jobs ignore Ctrl-C, and what they start inherits it
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def windows(request: pytest.FixtureRequest) -> Iterator[None]:
+    with hidden(hot_budget="all" if getattr(request.module, "WINDOWS_FOR_ALL", False) else ""):
+        yield
 
 
 # when a test runs: docs/decisions/070-three-tiers.md

@@ -16,8 +16,8 @@ struct avx2 : plain_blocks {
     static constexpr int  width = 8;
     static constexpr int  rows = 6; // of a product tile: 6 x 2 accumulators, 2 columns and a broadcast fit 16 registers
     static constexpr int  cols = 2;
-    static constexpr int  dot_keys        = 2; // times 4 rows: 8 accumulators
-    static constexpr bool weighs_together = false;
+    static constexpr int  dot_keys         = 2; // times 4 rows: 8 accumulators
+    static constexpr bool updates_together = false;
 
     static V    zero() { return _mm256_setzero_ps(); }
     static V    set(float x) { return _mm256_set1_ps(x); }
@@ -156,9 +156,6 @@ struct avx2 : plain_blocks {
     static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) {
         look_up<q4_0_values>(scale_of(p), p + 2, out);
     }
-    static void unpack(type_constant<row_type::iq4_nl>, const char * p, float * out) {
-        look_up<iq4_nl_values>(scale_of(p), p + 2, out);
-    }
     static void unpack(type_constant<row_type::lm4>, const char * p, float * out) {
         look_up<lm4_values>(scale_of(p), p + 2, out);
         look_up<lm4_values>(scale_of(p), p + 18, out + 32);
@@ -171,7 +168,7 @@ struct avx2 : plain_blocks {
     }
 
     // As that of plain_blocks: a bit of `high` is the fifth of its element
-    static void affine(float d, float m, uint32_t high, const char * nibbles, float * out) {
+    static void unpack_fives(float d, uint32_t high, const char * nibbles, float * out) {
         const __m256i byte  = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
         const __m256i bit   = _mm256_set1_epi64x(int64_t(0x8040201008040201));
         const __m256i has   = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(int(high)), byte), bit);
@@ -184,17 +181,11 @@ struct avx2 : plain_blocks {
                            _mm256_or_si256(_mm256_and_si256(both, _mm256_set1_epi8(15)), fifth));
         for (int i = 0; i < 32; i += 8) {
             const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(n + i));
-            store(out + i, fma(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(eight)), set(d), set(m)));
+            store(out + i, fma(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(eight)), set(d), set(-16.0f * d)));
         }
     }
-    static void unpack(type_constant<row_type::q4_1>, const char * p, float * out) {
-        affine(half_at(p), half_at(p + 2), 0, p + 4, out);
-    }
     static void unpack(type_constant<row_type::q5_0>, const char * p, float * out) {
-        affine(half_at(p), -16.0f * half_at(p), bits(p + 2), p + 6, out);
-    }
-    static void unpack(type_constant<row_type::q5_1>, const char * p, float * out) {
-        affine(half_at(p), half_at(p + 2), bits(p + 4), p + 8, out);
+        unpack_fives(half_at(p), bits(p + 2), p + 6, out);
     }
 
     // out[j * out_stride + i] = in[i * in_stride + j] for 8 x 8

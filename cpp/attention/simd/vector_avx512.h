@@ -16,8 +16,8 @@ struct avx512 : plain_blocks {
     static constexpr int  width = 16;
     static constexpr int  rows = 6; // of a product tile: 6 x 4 accumulators, 4 columns and a broadcast fit 32 registers
     static constexpr int  cols = 4;
-    static constexpr int  dot_keys        = 4; // times 4 rows: 16 accumulators
-    static constexpr bool weighs_together = true;
+    static constexpr int  dot_keys         = 4; // times 4 rows: 16 accumulators
+    static constexpr bool updates_together = true;
 
     static V    zero() { return _mm512_setzero_ps(); }
     static V    set(float x) { return _mm512_set1_ps(x); }
@@ -147,9 +147,6 @@ struct avx512 : plain_blocks {
     static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) {
         look_up<q4_0_values>(scale_of(p), p + 2, out);
     }
-    static void unpack(type_constant<row_type::iq4_nl>, const char * p, float * out) {
-        look_up<iq4_nl_values>(scale_of(p), p + 2, out);
-    }
     static void unpack(type_constant<row_type::lm4>, const char * p, float * out) {
         look_up<lm4_values>(scale_of(p), p + 2, out);
         look_up<lm4_values>(scale_of(p), p + 18, out + 32);
@@ -162,23 +159,17 @@ struct avx512 : plain_blocks {
     }
 
     // As that of plain_blocks: a bit of `high` is the fifth of its element
-    static void affine(float d, float m, uint32_t high, const char * nibbles, float * out) {
+    static void unpack_fives(float d, uint32_t high, const char * nibbles, float * out) {
         const __m512i x      = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(nibbles)));
         const auto    values = [&](__m512i n, uint32_t fifth) {
             n = _mm512_mask_or_epi32(n, __mmask16(fifth), n, _mm512_set1_epi32(16));
-            return fma(_mm512_cvtepi32_ps(n), set(d), set(m));
+            return fma(_mm512_cvtepi32_ps(n), set(d), set(-16.0f * d));
         };
         store(out, values(_mm512_and_si512(x, _mm512_set1_epi32(15)), high));
         store(out + 16, values(_mm512_srli_epi32(x, 4), high >> 16));
     }
-    static void unpack(type_constant<row_type::q4_1>, const char * p, float * out) {
-        affine(half_at(p), half_at(p + 2), 0, p + 4, out);
-    }
     static void unpack(type_constant<row_type::q5_0>, const char * p, float * out) {
-        affine(half_at(p), -16.0f * half_at(p), bits(p + 2), p + 6, out);
-    }
-    static void unpack(type_constant<row_type::q5_1>, const char * p, float * out) {
-        affine(half_at(p), half_at(p + 2), bits(p + 4), p + 8, out);
+        unpack_fives(half_at(p), bits(p + 2), p + 6, out);
     }
 
     // out[j * out_stride + i] = in[i * in_stride + j] for 16 x 16

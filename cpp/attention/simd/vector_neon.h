@@ -14,8 +14,8 @@ struct neon : plain_blocks {
     static constexpr int  width = 4;
     static constexpr int  rows = 6; // of a product tile: 6 x 4 accumulators, 4 columns and a broadcast fit 32 registers
     static constexpr int  cols = 4;
-    static constexpr int  dot_keys        = 4; // times 4 rows: 16 accumulators
-    static constexpr bool weighs_together = false;
+    static constexpr int  dot_keys         = 4; // times 4 rows: 16 accumulators
+    static constexpr bool updates_together = false;
 
     static V    zero() { return vdupq_n_f32(0.0f); }
     static V    set(float x) { return vdupq_n_f32(x); }
@@ -140,9 +140,6 @@ struct neon : plain_blocks {
     }
     static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) {
         look_up<q4_0_values>(scale_of(p), p + 2, out);
-    }
-    static void unpack(type_constant<row_type::iq4_nl>, const char * p, float * out) {
-        look_up<iq4_nl_values>(scale_of(p), p + 2, out);
     }
     static void unpack(type_constant<row_type::lm4>, const char * p, float * out) {
         look_up<lm4_values>(scale_of(p), p + 2, out);

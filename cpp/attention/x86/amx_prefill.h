@@ -197,8 +197,8 @@ struct amx_prefill {
             int     used    = 0;
             if (row + r < m.rows && span.states[(row + r) / group] != all_hidden) {
                 base::add_pairs(w, head, span, row + r, weights);
-                base::softmax::weigh(rule_of(w, span, head, row + r), weights, span.n, m.max[row + r], m.sum[row + r],
-                                     m.acc + (row + r) * m.d_v_padded, m.d_v_padded);
+                base::softmax::update(rule_of(w, span, head, row + r), weights, span.n, m.max[row + r], m.sum[row + r],
+                                      m.acc + (row + r) * m.d_v_padded, m.d_v_padded);
                 used = int(round_up(span.n, 16));
             }
             for (; used < keys; used += 16) {
@@ -227,10 +227,10 @@ struct amx_prefill {
 
     static void run(const attention_item & w) {
         const tile_session session;
-        const item_memory  m(*w.args, w.few, w.n_queries, w.memory, 0);
+        const item_memory  m(*w.args, w.decode, w.n_queries, w.memory, 0);
         std::memset(m.acc, 0, m.rows_padded * m.d_v_padded * sizeof(float)); // tiles load the padding too
         pack_queries(w, w.head0, m);
-        base::prefill_pieces(w, block_keys(*w.args),
+        base::prefill_splits(w, block_keys(*w.args),
                              [&](const item_memory & m, const key_span & span) { block(w, w.head0, m, span); });
     }
 };

@@ -289,7 +289,7 @@ struct integer_decode {
     }
 
     static void block(const attention_item & w, int head, const item_memory & m, const key_span & span) {
-        alignas(64) float s[few_rows * key_block];
+        alignas(64) float s[decode_rows * key_block];
         prefetcher        keys(w, span.segment->k, span, head, key_block);
         prefetcher        values(w, span.segment->v, span, head, key_block);
         if (!with_integers_or_opened(span.segment->k.type, [&](auto type) {
@@ -297,9 +297,7 @@ struct integer_decode {
             })) {
             base::score_rows(w, head, m, span, s);
         }
-        if (!base::weigh_rows(w, head, m, span, s, [] {})) {
-            return;
-        }
+        base::softmax_rows(w, head, m, span, s, [] {});
         if (!with_integers_or_opened(span.segment->v.type, [&](auto type) {
                 add_values<decltype(type)::value>(w, head, m, span, values, s);
             })) {

@@ -190,7 +190,7 @@ struct integer_prefill {
         }
         constexpr int together = R < 4 ? R : 4;
         for (int r = 0; r < R; r += together) {
-            base::template weigh_few<together>(w, head, m, span, row + r, s + r * key_block);
+            base::template softmax_quad<together>(w, head, m, span, row + r, s + r * key_block);
         }
         for (int r = 0; r < R && span.n < key_block; r++) {
             std::memset(s + r * key_block + span.n, 0, (key_block - span.n) * sizeof(float));
@@ -233,12 +233,12 @@ struct integer_prefill {
     }
 
     static void run(const attention_item & w) {
-        const item_memory m(*w.args, w.few, w.n_queries, w.memory, 0);
+        const item_memory m(*w.args, w.decode, w.n_queries, w.memory, 0);
         for (int row = 0; row < m.rows; row += 4) {
             base::pack_quad(w, w.head0, m, row);
             Body::pack_rows(*w.args, m, row);
         }
-        base::prefill_pieces(w, key_block,
+        base::prefill_splits(w, key_block,
                              [&](const item_memory & m, const key_span & span) { block(w, w.head0, m, span); });
     }
 };

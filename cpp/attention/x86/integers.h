@@ -13,7 +13,6 @@ namespace {
 constexpr float int16_limit = 32512; // 127 * 256: both bytes stay within [-128, 127]
 
 // Types whose values are a scale times a byte: F16 scale, then 32 bytes, or nibbles or other bits that stand for them.
-// A minimum would need the sum of Q as well.
 template <row_type type>
 struct integer_rows;
 
@@ -28,13 +27,6 @@ struct integer_rows<row_type::q4_0> : q4_0_values {
     static constexpr bool nibbles = true;
     static constexpr bool even    = true; // a nibble less the offset is its value
     static constexpr int  offset  = 8;
-};
-
-template <>
-struct integer_rows<row_type::iq4_nl> : iq4_nl_values {
-    static constexpr bool nibbles = true;
-    static constexpr bool even    = false;
-    static constexpr int  offset  = 128;
 };
 
 template <>
@@ -58,7 +50,7 @@ struct integer_rows<opened_tc3> : tc3_values {
 
 // tc3 has integers too, but only when it is opened: see integer_decode.h
 constexpr bool has_integers(row_type type) {
-    return type == row_type::q8_0 || type == row_type::q4_0 || type == row_type::iq4_nl || type == row_type::lm4;
+    return type == row_type::q8_0 || type == row_type::q4_0 || type == row_type::lm4;
 }
 
 // Calls f with the type as a constant if it has integers
@@ -78,7 +70,7 @@ template <class Base, class Pack, class Attend>
 void decode_blocks(const attention_item & w, Pack pack, Attend attend) {
     const attention_args & a = *w.args;
     for (int i = 0; i < w.n_head; i++) {
-        Base::begin(item_memory(a, w.few, w.n_queries, w.memory, i));
+        Base::begin(item_memory(a, w.decode, w.n_queries, w.memory, i));
     }
     uint32_t   ready   = 0;
     const auto prepare = [&](const key_span & span) {
@@ -89,7 +81,7 @@ void decode_blocks(const attention_item & w, Pack pack, Attend attend) {
         });
     };
     for_each_block_read(w, key_block, prepare, [&](int i, const key_span & span) {
-        attend(w.head0 + i, item_memory(a, w.few, w.n_queries, w.memory, i), span);
+        attend(w.head0 + i, item_memory(a, w.decode, w.n_queries, w.memory, i), span);
     });
 }
 

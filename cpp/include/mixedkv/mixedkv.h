@@ -57,10 +57,7 @@ struct mixedkv_config {
     uint32_t               sink_tokens; // the first positions of a sequence, kept hot for good
     enum mixedkv_attention attention;
     uint32_t               n_draft;    // tokens that may be taken back as if they had never come: so many more F16 rows
-    bool                   equalize;   // K is stored times one scale for each rotary pair, from the model's weights
     uint32_t               hot_budget; // F16 rows that all sequences of the context share, or one of these two
-    uint32_t               rounding; // fused: bits of Q and weights by integers, 16, 8, or 0: 8 where rows have 4 bits
-    float                  v_skip;   // fused: V whose weights are below a 64th of it is not read, 0: all is
 
     // Fused decode: of older keys those pages of 4 are read that weigh much, and a random sample of the others, so that
     // a row's sum of weights has this standard error, relative to it, or less; 0: all are read.
@@ -72,6 +69,15 @@ struct mixedkv_config {
 
 #define MIXEDKV_HOT_BUDGET_AUTO 0u // windows for half of the sequences, in a quarter to a half of the cold rows' bytes
 #define MIXEDKV_HOT_BUDGET_ALL  UINT32_MAX // a window for every sequence
+
+// A cache as a spec names it.
+struct mixedkv_spec {
+    struct mixedkv_config config; // for mixedkv_configure_next()
+    enum ggml_type        type_k; // for llama_context_params
+    enum ggml_type        type_v;
+    uint64_t              budget_bytes; // that the cache may take, and bits of an element that its cold rows may have.
+    double                budget_bits;  // Both 0: the types stand. Else they are to be chosen for a model first
+};
 
 // One layer as the cache stores it.
 struct mixedkv_layer_info {
@@ -128,9 +134,8 @@ struct mixedkv_stats {
     uint32_t n_ctx_seq; // cells per stream
     uint32_t n_seq_max;
     uint32_t n_stream;
-    uint32_t n_layer;            // layers with a KV cache
-    uint32_t threshold;          // as set
-    uint32_t threshold_now;      // less than that while mixedkv_limit_window() says so
+    uint32_t n_layer; // layers with a KV cache
+    uint32_t threshold;
     uint32_t threshold_capacity; // as many as the F16 ring has room for in one sequence; a wider window allocates
     uint32_t group_size;
     uint32_t sink_tokens;
@@ -141,8 +146,6 @@ struct mixedkv_stats {
     uint32_t hot_slots;    // F16 rows that the sequences of the context share
     bool     hot_shared;   // these are less than a window for every sequence
     uint64_t n_evicted;    // F16 rows that made room for others before their window had let go of them
-    uint64_t n_v_met;      // values (keys by KV head and layer) met in decoding while some may be left out
-    uint64_t n_v_skipped;  // of these, those left out: no query gave them weight
     uint64_t n_pages;      // pages of keys, by KV heads and queries, of which decode chose those to read
     uint64_t n_pages_read; // of these, those that it read
     uint64_t n_elements;   // K and V elements of all cells: what bits per element divides by
@@ -159,6 +162,10 @@ LLAMA_API const char * mixedkv_version(void);      // e.g. "0.1.0"
 LLAMA_API const char * mixedkv_llama_commit(void); // e.g. "0c1e57098..."
 LLAMA_API const char * mixedkv_isa(void);          // instruction set the kernels dispatch to, e.g. "avx512"
 LLAMA_API const char * mixedkv_last_error(void);   // of this thread, "" when the last call succeeded
+
+// Reads a spec: "mixed", "mixed:balanced", "mixed:cold=lm4,threshold=128", "f16", "q8_0/q4_0", as Python's `kv` has
+// them. config.layers stays readable until this thread's next call.
+LLAMA_API enum mixedkv_status mixedkv_parse(const char * spec, struct mixedkv_spec * out);
 
 // Says without making a context whether the model can have this cache. n_ctx is per sequence. Types may be any number:
 // those that do not exist are refused, and those that rows are not quantised to without an importance matrix (IQ2_XXS).
@@ -245,10 +252,6 @@ LLAMA_API enum mixedkv_status mixedkv_check_pages(struct llama_context * ctx, ui
 // ring; without memory for it the call fails and the window stays as it was.
 LLAMA_API enum mixedkv_status mixedkv_set_window(struct llama_context * ctx, uint32_t threshold, uint32_t group_size,
                                                  uint32_t sink_tokens);
-
-// Windows of no more than `threshold` tokens, whatever is set, until another call says UINT32_MAX. Unlike set_window()
-// it is no other setting: what is evaluated meanwhile lacks F16 rows, see mixedkv_get_short().
-LLAMA_API enum mixedkv_status mixedkv_limit_window(struct llama_context * ctx, uint32_t threshold);
 
 // Nothing of the sequence is evaluated for now: its F16 rows count as free, and make room for those of other sequences
 // at once and not after 16 steps. What it held can be taken out before, see mixedkv_restore_window().

@@ -192,7 +192,7 @@ static std::string check_scales(const llama_model & model, const mixedkv_layer_r
     }
 
     return "layer " + std::to_string(rows.il) + ": keys of the block are equalised by scales that this machine does not get from the "
-        "model: evaluate its tokens anew, or export blocks with equalize=false";
+        "model: evaluate its tokens anew";
 }
 
 static std::string check_layers(

@@ -4,7 +4,7 @@
 #include "hooks/support.h"
 #include "rows/access.h"
 #include "rows/convert.h"
-#include "rows/turns.h"
+#include "rows/rope-angles.h"
 
 #include "ggml-backend.h"
 #include "llama-hparams.h"
@@ -236,7 +236,7 @@ bool llama_kv_rows_read(
         if (unrotate && scales) {
             llama_kv_rows_scale(row.data(), scales->q);
             if (r.slot < 0 && !scales->pairs.empty()) {
-                llama_kv_take_bias(row.data(), hparams.n_embd_head_k(il), *scales, rope.at(r.pos), -1.0f);
+                llama_kv_subtract_bias(row.data(), hparams.n_embd_head_k(il), *scales, rope.at(r.pos), -1.0f);
             }
         }
 

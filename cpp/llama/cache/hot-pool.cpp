@@ -264,14 +264,7 @@ void llama_kv_hot_slots::use_by(const llama_ubatch & ubatch) {
 
             use.step[s] = use.n_steps;
 
-            // what the window would hold if it were as long as it was set
-            const llama_pos begin = rule.begin(ubatch.pos[i]);
-            const llama_pos last  = window.begin(ubatch.pos[i]) - 1;
-            if (last >= begin && !window.is_sink(last)) {
-                use.lost[s] = std::max(use.lost[s], last);
-            }
-
-            if (use.lost[s] >= 0 && rule.contains(use.lost[s], begin)) {
+            if (use.lost[s] >= 0 && window.contains(use.lost[s], window.begin(ubatch.pos[i]))) {
                 use.short_from[s] = use.short_from[s] < 0 ? ubatch.pos[i] : std::min(use.short_from[s], ubatch.pos[i]);
             }
         }
@@ -291,16 +284,16 @@ void llama_kv_hot_slots::renew_use(llama_seq_id seq_id) {
     const uint32_t strm = seq_to_stream[seq_id];
     const auto &   rows = v_cells[strm].seq_pos_get(seq_id);
 
-    if (!(layout.is_shared() || was_limited) || rows.empty()) {
+    if (!layout.is_shared() || rows.empty()) {
         return;
     }
 
-    const llama_pos begin = rule.begin(rows.rbegin()->first + 1);
+    const llama_pos begin = window.begin(rows.rbegin()->first + 1);
 
     use.lost[seq_id] = -1; // what was restored is no longer lost
 
     for (const auto & [p, cell] : rows) {
-        if (rule.contains(p, begin) && rings[strm].slot_of(cell) < 0) {
+        if (window.contains(p, begin) && rings[strm].slot_of(cell) < 0) {
             use.lost[seq_id] = std::max(use.lost[seq_id], p);
         }
     }
@@ -309,7 +302,7 @@ void llama_kv_hot_slots::renew_use(llama_seq_id seq_id) {
 bool llama_kv_hot_slots::is_window_whole(llama_seq_id seq_id, llama_pos pos) const {
     const uint32_t strm  = seq_to_stream[seq_id];
     const auto &   rows  = v_cells[strm].seq_pos_get(seq_id);
-    const auto     begin = rule.begin(pos);
+    const auto     begin = window.begin(pos);
 
     const auto is_whole = [&](llama_pos p0, llama_pos p1) {
         for (auto it = rows.lower_bound({ p0, 0 }); it != rows.end() && it->first < p1; ++it) {
@@ -320,5 +313,5 @@ bool llama_kv_hot_slots::is_window_whole(llama_seq_id seq_id, llama_pos pos) con
         return true;
     };
 
-    return is_whole(0, std::min<llama_pos>(pos, rule.sink_tokens)) && is_whole(begin, pos);
+    return is_whole(0, std::min<llama_pos>(pos, window.sink_tokens)) && is_whole(begin, pos);
 }

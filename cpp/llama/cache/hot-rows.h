@@ -147,9 +147,6 @@ public:
     // rows move to where they lie in a ring of such windows
     void set_window(const mixedkv::hot_window & value);
 
-    // no more than so many recent tokens, whatever is set; the memory of slots that are left over goes back
-    void limit_window(uint32_t threshold);
-
     // bytes of the ring that went back to the system
     uint64_t get_bytes_given_back() const { return n_given_back; }
 

@@ -10,9 +10,9 @@ llama_kv_hot_slots::llama_kv_hot_slots(
         const llama_kv_cells_vec    & cells,
         const std::vector<uint32_t> & seq_to_stream,
                       uint32_t        n_seq_max,
-    const mixedkv::hot_window       & rule,
+    const mixedkv::hot_window       & window,
     const mixedkv::hot_layout       & layout) :
-    v_cells(cells), seq_to_stream(seq_to_stream), n_seq_max(n_seq_max), n_stream(cells.size()), rule(rule), window(rule), layout(layout) {
+    v_cells(cells), seq_to_stream(seq_to_stream), n_seq_max(n_seq_max), n_stream(cells.size()), window(window), layout(layout) {
     for (const auto & stream : cells) {
         rings.emplace_back(layout.n_slots, stream.size());
     }
@@ -417,30 +417,11 @@ void llama_kv_hot_slots::restore(
 // windows that change
 //
 
-void llama_kv_hot_slots::set_rule(const mixedkv::hot_window & value) {
-    const uint32_t n_draft = rule.n_draft;
+void llama_kv_hot_slots::set_window(const mixedkv::hot_window & value) {
+    const uint32_t n_draft = window.n_draft;
 
-    rule         = value;
-    rule.n_draft = n_draft;
-    renew_window();
-}
-
-bool llama_kv_hot_slots::set_limit(uint32_t threshold) {
-    const bool is_other = std::min(threshold, rule.threshold) != window.threshold;
-
-    limit = threshold;
-    if (is_other) {
-        was_limited = true;
-        renew_window();
-    }
-
-    return is_other;
-}
-
-void llama_kv_hot_slots::renew_window() {
-    window            = rule;
-    window.threshold  = std::min(rule.threshold, limit);
-    window.group_size = std::min(rule.group_size, std::max(window.threshold, 1u));
+    window         = value;
+    window.n_draft = n_draft;
 
     // a window that is opened again fills from new tokens alone: no row is held for drafts
     auto kept = window;
@@ -449,12 +430,6 @@ void llama_kv_hot_slots::renew_window() {
         release_unwanted(strm, kept);
     }
     dirty.assign(n_stream, true);
-}
-
-void llama_kv_hot_slots::renew_use() {
-    for (uint32_t s = 0; s < n_seq_max; ++s) {
-        renew_use(s);
-    }
 }
 
 void llama_kv_hot_slots::lay_out(const mixedkv::hot_layout & layout) {

@@ -40,15 +40,13 @@ public:
             const llama_kv_cells_vec    & cells,
             const std::vector<uint32_t> & seq_to_stream,
                           uint32_t        n_seq_max,
-        const mixedkv::hot_window       & rule,
+        const mixedkv::hot_window       & window,
         const mixedkv::hot_layout       & layout);
 
     //
     // what is held
     //
 
-    // the window as it was set, and as it is: shorter where a limit says so
-    const mixedkv::hot_window & get_rule()   const { return rule; }
     const mixedkv::hot_window & get_window() const { return window; }
 
     const mixedkv::hot_layout & get_layout() const { return layout; }
@@ -128,13 +126,7 @@ public:
     //
 
     // n_draft stays
-    void set_rule(const mixedkv::hot_window & value);
-
-    // no more recent tokens than this, whatever is set; whether the window is another one now
-    bool set_limit(uint32_t threshold);
-
-    // what is known of the sequences is looked up anew, once rows have moved
-    void renew_use();
+    void set_window(const mixedkv::hot_window & value);
 
     // puts each row to the slot that it would get if the tokens came one after the other
     void lay_out(const mixedkv::hot_layout & layout);
@@ -146,10 +138,7 @@ private:
     const uint32_t n_seq_max;
     const uint32_t n_stream;
 
-    mixedkv::hot_window rule;
     mixedkv::hot_window window;
-    uint32_t            limit       = UINT32_MAX;
-    bool                was_limited = false;
 
     mixedkv::hot_layout layout; // for the window
 
@@ -163,9 +152,6 @@ private:
     // by stream: sequences were changed from outside, so every slot is looked at after the next ubatch
     std::vector<bool> dirty;
 
-    // the window follows the rule and the limit
-    void renew_window();
-
     // does any sequence of the cell hold its row, seen from the sequence's last token?
     bool is_wanted(uint32_t strm, uint32_t cell, const mixedkv::hot_window & window) const;
 
@@ -175,7 +161,7 @@ private:
     // the same for the sequences of a ubatch, when only they went on
     void release_left(uint32_t strm, const llama_ubatch & ubatch);
 
-    // Each sequence has slots of its own for its sinks, and where there is room for all one for its window, by turns. A
+    // Each sequence has slots of its own for its sinks, and where there is room for all one for its window, by angles. A
     // token takes the one after that of the token before it, so drafts that were rejected leave no trace, and neither does a
     // state that was restored.
     uint32_t first_sink(llama_seq_id seq_id) const;

@@ -17,13 +17,13 @@
 using mixedkv::hot_layout;
 
 bool llama_kv_hot_rows::is_wider(mixedkv::hot_window value) const {
-    value.n_draft = slots.get_rule().n_draft;
+    value.n_draft = slots.get_window().n_draft;
     return hot_layout::least(value, slots.get_n_seq(), cold.get_size()) > n_slots_max;
 }
 
 void llama_kv_hot_rows::make_room(mixedkv::hot_window value, uint32_t n_pad) {
     if (is_wider(value)) {
-        value.n_draft = slots.get_rule().n_draft;
+        value.n_draft = slots.get_window().n_draft;
         grow(hot_layout::least(value, slots.get_n_seq(), cold.get_size()), n_pad);
     }
 }
@@ -56,40 +56,23 @@ void llama_kv_hot_rows::grow(uint32_t n_slots, uint32_t n_pad) {
 void llama_kv_hot_rows::set_window(const mixedkv::hot_window & value) {
     const auto before = slots.get_window();
 
-    slots.set_rule(value);
+    slots.set_window(value);
     lay_out(before);
 }
 
-void llama_kv_hot_rows::limit_window(uint32_t threshold) {
-    const auto before = slots.get_window();
-
-    if (slots.set_limit(threshold)) {
-        lay_out(before);
-        slots.renew_use();
-    }
-}
-
 void llama_kv_hot_rows::lay_out(const mixedkv::hot_window & before) {
-    const auto & rule   = slots.get_rule();
     const auto & window = slots.get_window();
 
     if (!has_rows() || (window.threshold == before.threshold && window.sink_tokens == before.sink_tokens)) {
         return;
     }
 
-    // under a limit sequences share so much less as their windows are shorter
-    const uint32_t n_seq   = slots.get_n_seq();
-    const uint32_t n_cells = cold.get_size();
-    const uint64_t least   = hot_layout::least(window, n_seq, n_cells);
-    const uint64_t room    = n_slots_max*window.rows()/std::max<uint64_t>(rule.rows(), 1);
-    const uint64_t budget  = window.threshold < rule.threshold ? std::max(least, room) : n_slots_max;
-
     std::vector<mixedkv::hot_ring> rings;
     for (uint32_t strm = 0; strm < n_stream; ++strm) {
         rings.push_back(slots.get_ring(strm));
     }
 
-    slots.lay_out(hot_layout::make(window, n_seq, n_cells, budget));
+    slots.lay_out(hot_layout::make(window, slots.get_n_seq(), cold.get_size(), n_slots_max));
 
     for (uint32_t strm = 0; strm < n_stream; ++strm) {
         move_rows(strm, rings[strm]);

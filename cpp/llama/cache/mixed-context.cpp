@@ -54,7 +54,7 @@ bool llama_kv_cache_mixed_context::apply() {
     }
 
     kv_mixed->set_runs(ubatches[i_cur], sinfo.n_stream());
-    kv_mixed->update_turns(sinfo);
+    kv_mixed->update_angles(sinfo);
     kv_mixed->begin_pages(sinfo);
 
     if (kv_mixed->get_hot().has_rows()) {
@@ -82,12 +82,12 @@ uint32_t llama_kv_cache_mixed_context::get_n_mask(const llama_ubatch & ubatch, c
 }
 
 // cosines and sines of the biases that K lacks, for layers that are not fused
-class llm_graph_input_turns : public llm_graph_input_i {
+class llm_graph_input_rope_angles : public llm_graph_input_i {
 public:
-    llm_graph_input_turns(llama_kv_cache_mixed * kv, ggml_tensor * cur, ggml_tensor * cells) : kv(kv), cur(cur), cells(cells) {}
+    llm_graph_input_rope_angles(llama_kv_cache_mixed * kv, ggml_tensor * cur, ggml_tensor * cells) : kv(kv), cur(cur), cells(cells) {}
 
     void set_input(const llama_ubatch * ubatch) override {
-        kv->set_input_turns(cur, cells, *ubatch);
+        kv->set_input_angles(cur, cells, *ubatch);
     }
 
     // the mask has the same numbers of tokens and cells, and its input looks at them
@@ -98,26 +98,26 @@ public:
 
     llama_kv_cache_mixed * kv;
 
-    ggml_tensor * cur;   // F32 [n_turns, n_tokens]
-    ggml_tensor * cells; // F32 [n_turns, n_kv, n_stream]
+    ggml_tensor * cur;   // F32 [n_angles, n_tokens]
+    ggml_tensor * cells; // F32 [n_angles, n_kv, n_stream]
 };
 
-void llama_kv_cache_mixed_context::build_input_turns(ggml_context * ctx, const llama_ubatch & ubatch) const {
-    turns  = {};
+void llama_kv_cache_mixed_context::build_input_angles(ggml_context * ctx, const llama_ubatch & ubatch) const {
+    angles  = {};
     gather = {};
     idxs   = {};
 
-    if (const int64_t n_turns = kv_mixed->get_n_turns()) {
-        turns.cur   = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_turns, ubatch.n_tokens, 1);
-        turns.cells = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_turns, get_n_kv(), sinfos[i_cur].n_stream());
+    if (const int64_t n_angles = kv_mixed->get_n_angles()) {
+        angles.cur   = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_angles, ubatch.n_tokens, 1);
+        angles.cells = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_angles, get_n_kv(), sinfos[i_cur].n_stream());
 
-        ggml_set_input(turns.cur);
-        ggml_set_input(turns.cells);
+        ggml_set_input(angles.cur);
+        ggml_set_input(angles.cells);
     }
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::build_input_k_idxs(ggml_context * ctx, const llama_ubatch & ubatch) const {
-    build_input_turns(ctx, ubatch);
+    build_input_angles(ctx, ubatch);
 
     if (kv_mixed->get_latent_rot() && kv_mixed->is_fused()) {
         fold.k = fold.v = kv_mixed->get_latent_rot()->ne[0];
@@ -191,8 +191,8 @@ ggml_tensor * llama_kv_cache_mixed_context::cpy_k(ggml_context * ctx, ggml_tenso
         return kv_mixed->is_latent(il) ? store_fused(ctx, nullptr, nullptr, il) : k_cur;
     }
 
-    ggml_tensor * lacking = turns.cur ? kv_mixed->build_lacking(ctx, turns.cur, il) : nullptr;
-    ggml_tensor * cold    = lacking ? ggml_sub(ctx, k_cur, lacking) : k_cur;
+    ggml_tensor * subtracted_bias = angles.cur ? kv_mixed->build_subtracted_bias(ctx, angles.cur, il) : nullptr;
+    ggml_tensor * cold    = subtracted_bias ? ggml_sub(ctx, k_cur, subtracted_bias) : k_cur;
 
     if (!kv_mixed->get_hot().has_rows()) {
         return llama_kv_cache_context::cpy_k(ctx, cold, k_idxs, il);
@@ -284,9 +284,9 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn(
     llama_kv_guard_mask(kq_mask, get_n_mask(graph.ubatch, graph.cparams), q->ne[2]);
 
     // the first layer that needs them
-    if (turns.cur && !turns.added && kv_mixed->get_pairs(il)) {
-        graph.res->add_input(std::make_unique<llm_graph_input_turns>(kv_mixed, turns.cur, turns.cells));
-        turns.added = true;
+    if (angles.cur && !angles.added && kv_mixed->get_pairs(il)) {
+        graph.res->add_input(std::make_unique<llm_graph_input_rope_angles>(kv_mixed, angles.cur, angles.cells));
+        angles.added = true;
     }
 
     pin_gathered(graph, il);
@@ -349,7 +349,7 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
     set_device(node, il);
     node.is_latent     = kv_mixed->is_latent(il);
     node.is_deep       = uint32_t(il) >= hparams.n_layer()/2;
-    node.most_pieces   = kv_mixed->make_hot_order().most_pieces(kv_mixed->get_hot().get_slots().get_n_seq(), kv_mixed->get_hot().get_n_rows() + q->ne[2]);
+    node.most_splits   = kv_mixed->make_hot_order().most_splits(kv_mixed->get_hot().get_slots().get_n_seq(), kv_mixed->get_hot().get_n_rows() + q->ne[2]);
     node.writes_ring   = kv_mixed->get_hot().has_rows() && kv_mixed->is_last_reader(il);
     node.scale         = kq_scale;
     node.max_bias      = hparams.f_max_alibi_bias;

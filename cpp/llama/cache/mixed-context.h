@@ -78,12 +78,12 @@ private:
 
     // what layers that are not fused add to K, while the graph is built: inputs, nullptr: nothing
     mutable struct {
-        ggml_tensor * cur   = nullptr; // F32 [n_turns, n_tokens]
-        ggml_tensor * cells = nullptr; // F32 [n_turns, n_kv, n_stream]
+        ggml_tensor * cur   = nullptr; // F32 [n_angles, n_tokens]
+        ggml_tensor * cells = nullptr; // F32 [n_angles, n_kv, n_stream]
         bool          added = false;
-    } turns;
+    } angles;
 
-    void build_input_turns(ggml_context * ctx, const llama_ubatch & ubatch) const;
+    void build_input_angles(ggml_context * ctx, const llama_ubatch & ubatch) const;
 
     // edges of the Hadamard blocks that the fused nodes of the graph rotate by, 0: none, or the graph itself does
     mutable struct { int k = 0, v = 0; } fold;

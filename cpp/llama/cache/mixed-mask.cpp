@@ -106,7 +106,7 @@ void llama_kv_cache_mixed_context::order_hot(const ggml_tensor * mask, const lla
         for (int64_t jj = 0; jj < n_tps; ++jj) {
             order.add(slots.get_seq(strm, sinfo.idxs[s][jj]), ubatch.pos[s*n_tps + jj], n_ring + jj);
         }
-        order.arrange(order.most_pieces(slots.get_n_seq(), n_ring + n_tps));
+        order.arrange(order.most_splits(slots.get_n_seq(), n_ring + n_tps));
 
         hot[s].mask.resize(n_tps*order.size());
         for (int64_t i = 0; i < n_tps; ++i) {

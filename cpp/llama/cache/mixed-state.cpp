@@ -105,7 +105,7 @@ void llama_kv_cache_mixed::hot_read(llama_io_read_i & io, llama_seq_id seq_id, c
 
     for (const auto & layer : layers) {
         if (read_u32() != get_scales_id(layer.il)) {
-            throw std::runtime_error("failed to restore the KV cache: its keys were saved with other scales: set equalize as it was");
+            throw std::runtime_error("failed to restore the KV cache: its keys were saved with other scales: evaluate its tokens anew");
         }
     }
 

@@ -5,10 +5,10 @@
 #include "graph/guard.h"
 
 // via F32: backends convert quantised rows to nothing else
-static ggml_tensor * cast_rows(ggml_context * ctx, ggml_tensor * cold, ggml_tensor * lacking) {
+static ggml_tensor * cast_rows(ggml_context * ctx, ggml_tensor * cold, ggml_tensor * subtracted_bias) {
     ggml_tensor * res = ggml_cast(ctx, cold, GGML_TYPE_F32);
 
-    return ggml_cast(ctx, lacking ? ggml_add(ctx, res, lacking) : res, GGML_TYPE_F16);
+    return ggml_cast(ctx, subtracted_bias ? ggml_add(ctx, res, subtracted_bias) : res, GGML_TYPE_F16);
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::merge(ggml_context * ctx, ggml_tensor * cold, ggml_tensor * ring, ggml_tensor * rows) const {
@@ -86,16 +86,16 @@ void llama_kv_cache_mixed_context::pin_gathered(const llm_graph_context & graph,
 
 ggml_tensor * llama_kv_cache_mixed_context::get_k(ggml_context * ctx, int32_t il) const {
     ggml_tensor * cold    = llama_kv_cache_context::get_k(ctx, il);
-    ggml_tensor * lacking = turns.cells && !kv_mixed->is_fused(il) ? kv_mixed->build_lacking(ctx, turns.cells, il) : nullptr;
+    ggml_tensor * subtracted_bias = angles.cells && !kv_mixed->is_fused(il) ? kv_mixed->build_subtracted_bias(ctx, angles.cells, il) : nullptr;
 
-    if (kv_mixed->is_fused(il) || (!kv_mixed->get_hot().has_rows() && !lacking)) {
+    if (kv_mixed->is_fused(il) || (!kv_mixed->get_hot().has_rows() && !subtracted_bias)) {
         return cold;
     }
     if (kv_mixed->gathers_k(il)) {
         return gather_rows(ctx, cold, kv_mixed->get_hot().get_k(ctx, il, sinfos[i_cur]), get_cur(il).k);
     }
 
-    cold = cast_rows(ctx, cold, lacking);
+    cold = cast_rows(ctx, cold, subtracted_bias);
 
     return kv_mixed->get_hot().has_rows() ? merge(ctx, cold, kv_mixed->get_hot().get_k(ctx, il, sinfos[i_cur]), get_cur(il).k) : cold;
 }

@@ -9,6 +9,7 @@
 #include "llama-model.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -16,6 +17,24 @@
 //
 // llama_kv_cache_mixed
 //
+
+// For tests: 8 or 16 bits of Q and of attention weights, whatever suits the rows
+static int forced_rounding() {
+    const char * bits = std::getenv("MIXEDKV_ROUNDING");
+    if (!bits || !*bits) {
+        return 0;
+    }
+    if (strcmp(bits, "8") != 0 && strcmp(bits, "16") != 0) {
+        throw std::runtime_error(std::string("MIXEDKV_ROUNDING=") + bits + ": use 8, 16 or nothing");
+    }
+    return bits[0] == '8' ? 8 : 16;
+}
+
+// For tests: K as the model makes it
+static bool is_equalized() {
+    const char * equalize = std::getenv("MIXEDKV_EQUALIZE");
+    return !equalize || strcmp(equalize, "0") != 0;
+}
 
 llama_kv_cache_mixed::llama_kv_cache_mixed(
         const mixedkv_config & config,
@@ -56,11 +75,10 @@ llama_kv_cache_mixed::llama_kv_cache_mixed(
     choose_readers();
 
     if (config.mixed) {
-        scratch.rounding = config.rounding;
-        scratch.v_skip   = config.v_skip;
+        scratch.rounding = forced_rounding();
     }
 
-    if (config.mixed && config.equalize) {
+    if (config.mixed && is_equalized()) {
         make_scales();
     }
     make_pages();
@@ -149,9 +167,9 @@ void llama_kv_cache_mixed::make_scales() {
     }
 
     for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-        turns.add(model, layers[ikv].il, equalizer.get(ikv));
+        angles.add(model, layers[ikv].il, equalizer.get(ikv));
     }
-    turns.alloc(get_size(), n_stream);
+    angles.alloc(get_size(), n_stream);
 
     // kernels of devices add no biases to K
     for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
@@ -173,35 +191,35 @@ void llama_kv_cache_mixed::make_scales() {
         fused[ikv] = fused[ikv] && !get_pairs(il);
     }
     equalizer.alloc(n_embd_head);
-    turns.alloc_tensors(bufts, n_embd_head, kv_access::get_rot(*this, true));
+    angles.alloc_tensors(bufts, n_embd_head, kv_access::get_rot(*this, true));
 }
 
 const std::vector<mixedkv::attention_pair> * llama_kv_cache_mixed::get_pairs(int32_t il) const {
-    const auto * pairs = turns.empty() ? nullptr : &turns.get(map_layer_ids.at(il));
+    const auto * pairs = angles.empty() ? nullptr : &angles.get(map_layer_ids.at(il));
     return pairs && !pairs->empty() ? pairs : nullptr;
 }
 
-void llama_kv_cache_mixed::update_turns(const slot_info & sinfo) {
-    turns_s0 = sinfo.s0;
-    for (uint32_t s = 0; s < sinfo.n_stream() && !turns.empty(); ++s) {
-        turns.update(model, lctx->get_cparams(), sinfo.strm[s], v_cells[sinfo.strm[s]]);
+void llama_kv_cache_mixed::update_angles(const slot_info & sinfo) {
+    angles_s0 = sinfo.s0;
+    for (uint32_t s = 0; s < sinfo.n_stream() && !angles.empty(); ++s) {
+        angles.update(model, lctx->get_cparams(), sinfo.strm[s], v_cells[sinfo.strm[s]]);
     }
 }
 
-void llama_kv_cache_mixed::set_input_turns(ggml_tensor * cur, ggml_tensor * cells, const llama_ubatch & ubatch) {
+void llama_kv_cache_mixed::set_input_angles(ggml_tensor * cur, ggml_tensor * cells, const llama_ubatch & ubatch) {
     std::vector<float> data(ggml_nelements(cur));
     for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
-        turns.get_position(ubatch.pos[i], data.data() + i*cur->ne[0]);
+        angles.get_position(ubatch.pos[i], data.data() + i*cur->ne[0]);
     }
     ggml_backend_tensor_set(cur, data.data(), 0, ggml_nbytes(cur));
 
-    turns.get_cells(turns_s0, cells);
+    angles.get_cells(angles_s0, cells);
 }
 
-ggml_tensor * llama_kv_cache_mixed::build_lacking(ggml_context * ctx, ggml_tensor * turns, int32_t il) const {
-    ggml_tensor * res = get_pairs(il) ? this->turns.build_lacking(ctx, map_layer_ids.at(il), turns) : nullptr;
+ggml_tensor * llama_kv_cache_mixed::build_subtracted_bias(ggml_context * ctx, ggml_tensor * angles, int32_t il) const {
+    ggml_tensor * res = get_pairs(il) ? this->angles.build_subtracted_bias(ctx, map_layer_ids.at(il), angles) : nullptr;
 
-    return res ? ggml_reshape_4d(ctx, res, hparams.n_embd_head_k(il), hparams.n_head_kv(il), turns->ne[1], turns->ne[2]) : nullptr;
+    return res ? ggml_reshape_4d(ctx, res, hparams.n_embd_head_k(il), hparams.n_head_kv(il), angles->ne[1], angles->ne[2]) : nullptr;
 }
 
 llama_memory_context_ptr llama_kv_cache_mixed::init_update(llama_context * lctx, bool optimize) {
@@ -329,7 +347,7 @@ std::string llama_kv_cache_mixed::window_problem(mixedkv::hot_window value) cons
         return "this KV cache is uniform: only a mixed cache has a window";
     }
 
-    value.n_draft = hot.get_slots().get_rule().n_draft;
+    value.n_draft = hot.get_slots().get_window().n_draft;
     if (const std::string problem = value.problem(); !problem.empty()) {
         return problem;
     }

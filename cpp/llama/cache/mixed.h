@@ -15,7 +15,7 @@
 #include "graph/node.h"
 #include "graph/key-sketches.h"
 #include "rows/equalize.h"
-#include "rows/turns.h"
+#include "rows/rope-angles.h"
 
 #include <algorithm>
 #include <map>
@@ -28,7 +28,7 @@
 // - A sequence operation is the base's first: hot rows look at cells as they are after it.
 // - A cell is in one state for all layers: it has hot rows in all of them, or in none.
 // - A ubatch whose graph has not ended well leaves cells, hot rows and pages as they were: begin_step, roll_back.
-// - Keys of the cold store and of hot rows are in the same basis, but for the biases that cold rows lack (llama_kv_turns).
+// - Keys of the cold store and of hot rows are in the same basis, but for the biases that cold rows lack (llama_kv_rope_angles).
 // - What graphs point to (nodes, scratch, tensors) lives as long as the cache; only make_room() makes other tensors.
 class llama_kv_cache_mixed : public llama_kv_cache {
 public:
@@ -174,13 +174,13 @@ public:
     const std::vector<mixedkv::attention_pair> * get_pairs(int32_t il) const;
 
     // cells of these streams have got positions
-    void update_turns(const slot_info & sinfo);
+    void update_angles(const slot_info & sinfo);
 
-    // where graphs add that by themselves: cosines and sines [n_turns, n_tokens] and [n_turns, n_kv, n_stream], and what
-    //   rows [n_embd_head, n_head_kv, ...] with such turns lack, nullptr: nothing
-    uint32_t get_n_turns() const { return is_fused() ? 0 : turns.n_turns(); }
-    void set_input_turns(ggml_tensor * cur, ggml_tensor * cells, const llama_ubatch & ubatch);
-    ggml_tensor * build_lacking(ggml_context * ctx, ggml_tensor * turns, int32_t il) const;
+    // where graphs add that by themselves: cosines and sines [n_angles, n_tokens] and [n_angles, n_kv, n_stream], and what
+    //   rows [n_embd_head, n_head_kv, ...] with such angles lack, nullptr: nothing
+    uint32_t get_n_angles() const { return is_fused() ? 0 : angles.n_angles(); }
+    void set_input_angles(ggml_tensor * cur, ggml_tensor * cells, const llama_ubatch & ubatch);
+    ggml_tensor * build_subtracted_bias(ggml_context * ctx, ggml_tensor * angles, int32_t il) const;
 
     // the same for graphs that do it by themselves
     void scale_qk(ggml_context * ctx, ggml_tensor *& q, ggml_tensor *& k, int32_t il) const;
@@ -198,7 +198,7 @@ public:
     llama_kv_hot_order make_hot_order() const;
     std::vector<llama_kv_scratch::hot_keys> & get_hot_keys() { return scratch.hot; }
 
-    const mixedkv::attention_skips & get_skips() const { return scratch.skips; }
+    const mixedkv::attention_page_counts & get_page_counts() const { return scratch.page_counts; }
 
     // pages of which a layer's attention reads those that matter, nullptr: it reads all
     llama_kv_layer_sketch * get_pages(int32_t il) { return pages.get(map_layer_ids.at(il)); }
@@ -233,9 +233,9 @@ private:
     llama_kv_scratch                 scratch;
 
     llama_kv_equalizer equalizer;
-    llama_kv_turns     turns;
+    llama_kv_rope_angles     angles;
     llama_kv_sketches     pages;
-    uint32_t           turns_s0 = 0; // first stream of the ubatch at hand
+    uint32_t           angles_s0 = 0; // first stream of the ubatch at hand
 
     ggml_context_ptr        latent_ctx;
     ggml_backend_buffer_ptr latent_buf;

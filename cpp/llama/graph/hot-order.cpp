@@ -4,11 +4,11 @@
 #include <tuple>
 
 static constexpr int     N_PLACES     = mixedkv::attention_block::places;
-static constexpr int64_t PIECE_PLACES = 256; // a piece that has these is not given another sequence
+static constexpr int64_t SPLIT_PLACES = 256; // a split that has these is not given another sequence
 static constexpr int64_t N_PIECES     = 16;  // where no sequence is cut
 static constexpr int32_t LONG_PIECE   = 512; // positions of a sequence that is cut
 
-int64_t llama_kv_hot_order::most_pieces(int64_t n_seq, int64_t n_keys) const {
+int64_t llama_kv_hot_order::most_splits(int64_t n_seq, int64_t n_keys) const {
     return std::min(N_PIECES + 1, n_seq) + (long_windows ? n_keys/LONG_PIECE + 3*n_seq : 0);
 }
 
@@ -41,37 +41,37 @@ void llama_kv_hot_order::make_blocks() {
     }
 }
 
-void llama_kv_hot_order::make_pieces(int64_t most_pieces) {
+void llama_kv_hot_order::make_splits(int64_t most_splits) {
     int64_t n_places = 0;
     for (const auto & block : blocks) {
         n_places += block.n;
     }
-    const int64_t enough = std::max(PIECE_PLACES, n_places/N_PIECES);
+    const int64_t enough = std::max(SPLIT_PLACES, n_places/N_PIECES);
 
-    pieces.assign(1, 0);
+    splits.assign(1, 0);
     n_places = 0;
     for (size_t i = 0; i < blocks.size(); ++i) {
         const auto & cur = first_keys[i];
         const auto & old = first_keys[i > 0 ? i - 1 : 0];
 
         const bool cut = cur.seq != old.seq ? n_places >= enough : long_windows && cur.pos/LONG_PIECE != old.pos/LONG_PIECE;
-        if (cut && (int64_t) pieces.size() < most_pieces) {
-            pieces.push_back(i);
+        if (cut && (int64_t) splits.size() < most_splits) {
+            splits.push_back(i);
             n_places = 0;
         }
         n_places += blocks[i].n;
     }
     if (!blocks.empty()) {
-        pieces.push_back(blocks.size());
+        splits.push_back(blocks.size());
     }
 }
 
-void llama_kv_hot_order::arrange(int64_t most_pieces) {
+void llama_kv_hot_order::arrange(int64_t most_splits) {
     std::sort(keys.begin(), keys.end(), [](const key & a, const key & b) {
         return std::tie(a.seq, a.pos, a.column) < std::tie(b.seq, b.pos, b.column);
     });
     make_blocks();
-    make_pieces(most_pieces);
+    make_splits(most_splits);
     keys.clear();
 }
 

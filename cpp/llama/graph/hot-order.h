@@ -19,20 +19,20 @@ public:
     explicit llama_kv_hot_order(bool long_windows = false) : long_windows(long_windows) {}
 
     // Of any step with n_keys F16 rows of n_seq sequences, those of the ubatch included
-    int64_t most_pieces(int64_t n_seq, int64_t n_keys) const;
+    int64_t most_splits(int64_t n_seq, int64_t n_keys) const;
 
     // column: of the mask, less those of the cold rows
     void add(uint32_t seq, int32_t pos, int32_t column) { keys.push_back({ seq, pos, column }); }
 
     // Puts the keys that were added since the last call in order, in place of those before.
-    void arrange(int64_t most_pieces);
+    void arrange(int64_t most_splits);
 
     // A query's mask of the blocks, [size()], from that of the columns
     void copy_mask(const uint16_t * columns, uint16_t * mask) const;
     size_t size() const { return blocks.size()*mixedkv::attention_block::places; }
 
     const std::vector<mixedkv::attention_block> & get_blocks() const { return blocks; }
-    const std::vector<int64_t>                  & get_pieces() const { return pieces; } // ends with the number of blocks
+    const std::vector<int64_t>                  & get_splits() const { return splits; } // ends with the number of blocks
 
 private:
     struct key {
@@ -46,8 +46,8 @@ private:
     std::vector<key> keys;
     std::vector<key> first_keys; // of each block
     std::vector<mixedkv::attention_block> blocks;
-    std::vector<int64_t> pieces;
+    std::vector<int64_t> splits;
 
     void make_blocks();
-    void make_pieces(int64_t most_pieces);
+    void make_splits(int64_t most_splits);
 };

@@ -25,7 +25,6 @@ static_assert(sizeof(ggml_custom_op_params) <= mixedkv::cuda::node_params_offset
         "a device's parameters lie behind ggml's own");
 
 static constexpr size_t  SCRATCH_ALIGN = 64;
-static constexpr int64_t V_SKIP_KEYS   = 1024;
 static constexpr int64_t SPARSE_DEPTH  = 1024; // keys on whole strips, of which choosing costs less than reading all
 
 void * llama_kv_scratch::get() {
@@ -66,25 +65,22 @@ static int64_t count_keys(const attention_args & a) {
     return res;
 }
 
-static bool is_few(const attention_args & a) {
-    return a.n_queries*(a.n_head/a.n_head_kv) <= mixedkv::attention_few_rows;
+static bool is_decode(const attention_args & a) {
+    return a.n_queries*(a.n_head/a.n_head_kv) <= mixedkv::attention_decode_rows;
 }
 
 // Of all streams; none where the ubatch is not decode alone
 static size_t count_seen(const attention_args & a, int64_t n_stream) {
-    return is_few(a) ? n_stream*mixedkv::attention_seen_blocks(count_keys(a))*a.n_queries : 0;
+    return is_decode(a) ? n_stream*mixedkv::attention_seen_blocks(count_keys(a))*a.n_queries : 0;
 }
 
 static row_type to_row_type(ggml_type type) {
     switch (type) {
-        case GGML_TYPE_F16:    return row_type::f16;
-        case GGML_TYPE_Q8_0:   return row_type::q8_0;
-        case GGML_TYPE_Q4_0:   return row_type::q4_0;
-        case GGML_TYPE_IQ4_NL: return row_type::iq4_nl;
-        case GGML_TYPE_Q4_1:   return row_type::q4_1;
-        case GGML_TYPE_Q5_0:   return row_type::q5_0;
-        case GGML_TYPE_Q5_1:   return row_type::q5_1;
-        default:               return type == LM4_TYPE ? row_type::lm4 : type == TC3_TYPE ? row_type::tc3 : row_type::other;
+        case GGML_TYPE_F16:  return row_type::f16;
+        case GGML_TYPE_Q8_0: return row_type::q8_0;
+        case GGML_TYPE_Q4_0: return row_type::q4_0;
+        case GGML_TYPE_Q5_0: return row_type::q5_0;
+        default:             return type == LM4_TYPE ? row_type::lm4 : type == TC3_TYPE ? row_type::tc3 : row_type::other;
     }
 }
 
@@ -147,74 +143,86 @@ static int suitable_rounding(const ggml_tensor * k, const ggml_tensor * v) {
     return is_coarse(k) && is_coarse(v) ? 8 : 16;
 }
 
-// sources of the node, in this order; the ones in brackets are optional
-//   q, cold k, cold v, mask [, ring k, ring v, cur, idxs] [, sinks] [, choice of pages]
+// sources of the node; those of the ring where it has one, then the sinks and the choice of pages where there are such
+enum source { SRC_Q, SRC_COLD_K, SRC_COLD_V, SRC_MASK, N_SRC_COLD, SRC_RING_K = N_SRC_COLD, SRC_RING_V, SRC_CUR, SRC_IDXS, N_SRC_RING };
+
+static void add_segments(attention_args & res, const ggml_tensor * const * src, const llama_kv_node & node, int64_t strm) {
+    const ggml_tensor * k = src[SRC_COLD_K];
+
+    res.segments[res.n_segments++] = to_segment(k, src[SRC_COLD_V], strm);
+    if (node.pairs) {
+        auto & cold = res.segments[0];
+        cold.pairs       = node.pairs->data();
+        cold.n_pairs     = (int) node.pairs->size();
+        cold.first_angle = ((const char *) cold.k.data - (const char *) k->view_src->data)/k->nb[2];
+    }
+    if (node.has_ring) {
+        res.segments[res.n_segments++] = to_segment(src[SRC_RING_K], src[SRC_RING_V], strm);
+        res.segments[res.n_segments++] = to_segment(src[SRC_CUR], res, node.is_latent, strm, res.n_queries);
+    }
+}
+
+static void set_order(attention_args & res, const llama_kv_node & node, int64_t strm) {
+    if (!node.has_ring || strm >= (int64_t) node.scratch.hot.size()) {
+        return;
+    }
+    const auto & hot = node.scratch.hot[strm];
+
+    res.order.blocks   = hot.order.get_blocks().data();
+    res.order.n_blocks = hot.order.get_blocks().size();
+    res.order.splits   = hot.order.get_splits().data();
+    res.order.n_splits = hot.order.get_splits().size() - 1;
+    res.order.mask     = hot.mask.data();
+    res.order.mask_row = hot.order.size()*sizeof(uint16_t);
+}
+
+static void set_pages(attention_args & res, const llama_kv_node & node, int64_t strm) {
+    res.page_counts = &node.scratch.page_counts;
+    if (!node.pages) {
+        return;
+    }
+    const auto &  pages = *node.pages;
+    const int64_t first = strm*node.all_pages->get_n_strips();
+
+    res.pages.bits   = pages.get_bits(first);
+    res.pages.steps  = pages.get_steps(first);
+    res.pages.strips = pages.n_strips;
+    res.pages.known  = node.all_pages->get_known(0) + first;
+    res.pages.error  = node.scratch.page_error;
+    res.pages.depth  = SPARSE_DEPTH;
+}
+
 static attention_args to_args(const ggml_tensor * dst, const llama_kv_node & node, int64_t strm) {
     const ggml_tensor * const * src = dst->src;
 
-    const ggml_tensor * q    = src[0];
-    const ggml_tensor * mask = src[3];
-
-    const int64_t n_stream = src[1]->ne[3];
-    const int64_t n_tps    = q->ne[2]/n_stream;
+    const ggml_tensor * q    = src[SRC_Q];
+    const ggml_tensor * k    = src[SRC_COLD_K];
+    const ggml_tensor * v    = src[SRC_COLD_V];
+    const ggml_tensor * mask = src[SRC_MASK];
 
     attention_args res;
     res.n_head    = q->ne[1];
-    res.n_head_kv = src[1]->ne[1];
-    res.d_k       = src[1]->ne[0];
-    res.d_v       = src[2]->ne[0];
-    res.n_queries = n_tps;
+    res.n_head_kv = k->ne[1];
+    res.d_k       = k->ne[0];
+    res.d_v       = v->ne[0];
+    res.n_queries = q->ne[2]/k->ne[3];
 
-    res.q      = (const float *) ((const char *) q->data + strm*n_tps*q->nb[2]);
+    res.q      = (const float *) ((const char *) q->data + strm*res.n_queries*q->nb[2]);
     res.q_row  = q->nb[2];
     res.q_head = q->nb[1];
 
-    res.segments[res.n_segments++] = to_segment(src[1], src[2], strm);
-    if (node.pairs) {
-        auto & cold = res.segments[0];
-        cold.pairs      = node.pairs->data();
-        cold.n_pairs    = (int) node.pairs->size();
-        cold.first_turn = ((const char *) cold.k.data - (const char *) src[1]->view_src->data)/src[1]->nb[2];
-    }
-    if (node.has_ring) {
-        res.segments[res.n_segments++] = to_segment(src[4], src[5], strm);
-        res.segments[res.n_segments++] = to_segment(src[6], res, node.is_latent, strm, n_tps);
-    }
+    add_segments(res, src, node, strm);
+    set_order(res, node, strm);
 
     res.mask     = (const uint16_t *) ((const char *) mask->data + strm*mask->nb[3]);
     res.mask_row = mask->nb[1];
 
-    if (node.has_ring && strm < (int64_t) node.scratch.hot.size()) {
-        const auto & hot = node.scratch.hot[strm];
-
-        res.order.blocks   = hot.order.get_blocks().data();
-        res.order.n_blocks = hot.order.get_blocks().size();
-        res.order.pieces   = hot.order.get_pieces().data();
-        res.order.n_pieces = hot.order.get_pieces().size() - 1;
-        res.order.mask     = hot.mask.data();
-        res.order.mask_row = hot.order.size()*sizeof(uint16_t);
-    }
-
     const size_t n_seen = count_seen(res, 1);
-    res.seen = node.scratch.get_seen(strm*n_seen, n_seen, n_tps);
+    res.seen = node.scratch.get_seen(strm*n_seen, n_seen, res.n_queries);
 
-    // each run of keys looks at a few more first: not worth it for a short one
-    res.v_skip = count_keys(res) < V_SKIP_KEYS ? 0.0f : node.scratch.v_skip;
-    res.skips  = &node.scratch.skips;
+    res.rounding = node.scratch.rounding > 0 ? node.scratch.rounding : suitable_rounding(k, v);
 
-    res.rounding = node.scratch.rounding > 0 ? node.scratch.rounding : suitable_rounding(src[1], src[2]);
-
-    if (node.pages) {
-        const auto &  pages = *node.pages;
-        const int64_t first = (first_stream(src[1]) + strm)*node.all_pages->get_n_strips();
-
-        res.pages.bits   = pages.get_bits(first);
-        res.pages.steps  = pages.get_steps(first);
-        res.pages.strips = pages.n_strips;
-        res.pages.known  = node.all_pages->get_known(0) + first;
-        res.pages.error  = node.scratch.page_error;
-        res.pages.depth  = SPARSE_DEPTH;
-    }
+    set_pages(res, node, first_stream(k) + strm);
 
     res.scale_q      = node.scales ? node.scales->q.data() : nullptr;
     res.rotation_q   = node.rotation_k;
@@ -223,9 +231,9 @@ static attention_args to_args(const ggml_tensor * dst, const llama_kv_node & nod
     res.scale          = node.scale;
     res.max_alibi_bias = node.max_bias;
     res.logit_softcap  = node.logit_softcap;
-    res.sinks          = node.has_sinks ? (const float *) src[node.has_ring ? 8 : 4]->data : nullptr;
+    res.sinks          = node.has_sinks ? (const float *) src[node.has_ring ? N_SRC_RING : N_SRC_COLD]->data : nullptr;
 
-    res.out      = (float *) ((char *) dst->data + strm*n_tps*dst->nb[1]);
+    res.out      = (float *) ((char *) dst->data + strm*res.n_queries*dst->nb[1]);
     res.out_row  = dst->nb[1];
     res.out_head = res.d_v*sizeof(float);
 
@@ -251,18 +259,18 @@ static attention_args cut(const attention_args & whole, int64_t first, int64_t n
 // which unpacks every key of every answer for a row or two. So runs of few rows are gathered to calls of few rows, and
 // what lies between them to others.
 static void cut(const attention_args & whole, const std::vector<int64_t> & runs, std::vector<attention_args> & res) {
-    const int64_t most = mixedkv::attention_few_rows/(whole.n_head/whole.n_head_kv);
+    const int64_t most = mixedkv::attention_decode_rows/(whole.n_head/whole.n_head_kv);
 
     int64_t first = 0;
     int64_t n     = 0;
-    bool    few   = false;
+    bool    decode   = false;
     for (const int64_t run : runs) {
-        if (n > 0 && (few != (run <= most) || (few && n + run > most))) {
+        if (n > 0 && (decode != (run <= most) || (decode && n + run > most))) {
             res.push_back(cut(whole, first, n));
             first += n;
             n = 0;
         }
-        few = run <= most;
+        decode = run <= most;
         n += run;
     }
     res.push_back(cut(whole, first, n));
@@ -270,7 +278,7 @@ static void cut(const attention_args & whole, const std::vector<int64_t> & runs,
 
 static void to_args(const ggml_tensor * dst, const llama_kv_node & node, std::vector<attention_args> & res) {
     res.clear();
-    for (int64_t strm = 0; strm < dst->src[1]->ne[3]; ++strm) {
+    for (int64_t strm = 0; strm < dst->src[SRC_COLD_K]->ne[3]; ++strm) {
         res.push_back(to_args(dst, node, strm));
     }
 }
@@ -290,7 +298,7 @@ static void place_choices(std::vector<attention_args> & calls, const llama_kv_no
         a.pages.row = mixedkv::attention_taken_bytes(a.segments[0].n, a.n_head_kv);
 
         const size_t n = a.n_queries*a.pages.row;
-        if (node.pages && single && is_few(a) && offset + n <= node.scratch.taken.size()) {
+        if (node.pages && single && is_decode(a) && offset + n <= node.scratch.taken.size()) {
             a.pages.taken = node.scratch.taken.data() + offset;
             offset += n;
         }
@@ -345,7 +353,8 @@ static void attention_compute(ggml_tensor * dst, int ith, int nth, void * userda
     const bool last = mixedkv::attention_run(calls.data(), (int) calls.size(), node.scratch.get(), ith, nth);
 
     if (last && node.writes_ring) {
-        llama_kv_node_write_ring(dst->src[6], dst->src[7], dst->src[4]->view_src, node.is_latent ? nullptr : dst->src[5]->view_src);
+        const ggml_tensor * const * src = dst->src;
+        llama_kv_node_write_ring(src[SRC_CUR], src[SRC_IDXS], src[SRC_RING_K]->view_src, node.is_latent ? nullptr : src[SRC_RING_V]->view_src);
     }
 }
 
@@ -460,7 +469,7 @@ ggml_tensor * llama_kv_node_attention(
     to_args(res, node, args);
     for (auto & a : args) {
         a.order = {}; // of the step before, if any
-        a.order.n_pieces = node.has_ring ? node.most_pieces : 0;
+        a.order.n_splits = node.has_ring ? node.most_splits : 0;
     }
     const size_t bytes = mixedkv::attention_scratch_bytes(args.data(), (int) args.size());
 

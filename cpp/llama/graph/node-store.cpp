@@ -1,5 +1,5 @@
 #include "graph/node.h"
-#include "rows/turns.h"
+#include "rows/rope-angles.h"
 
 #include "graph/guard.h"
 
@@ -56,15 +56,15 @@ static const float * change_basis(std::vector<float> & row, const llama_kv_scale
     return row.data();
 }
 
-static void take_bias(std::vector<float> & row, const llama_kv_node & node, int64_t n_embd_head, int64_t cell) {
-    thread_local std::vector<float> turns;
+static void subtract_bias(std::vector<float> & row, const llama_kv_node & node, int64_t n_embd_head, int64_t cell) {
+    thread_local std::vector<float> angles;
 
-    turns.clear();
+    angles.clear();
     for (const auto & pair : *node.pairs) {
-        turns.insert(turns.end(), { pair.cosines[cell], pair.sines[cell] });
+        angles.insert(angles.end(), { pair.cosines[cell], pair.sines[cell] });
     }
 
-    llama_kv_take_bias(row.data(), n_embd_head, *node.scales, turns.data());
+    llama_kv_subtract_bias(row.data(), n_embd_head, *node.scales, angles.data());
 }
 
 // of K and V, 1: there is no V
@@ -94,7 +94,7 @@ static void store_token(ggml_tensor * dst, const llama_kv_node & node, int i, in
 
     if (i == 0 && node.pairs) {
         auto & row = load_row(cur, token);
-        take_bias(row, node, cur->ne[0], cell);
+        subtract_bias(row, node, cur->ne[0], cell);
         x = change_basis(row, scales, rotation);
     }
 

@@ -36,9 +36,9 @@ public:
     // where attention is watched; the ubatch is of one stream then
     llama_kv_mass * mass = nullptr;
 
-    int                      rounding = 16; // 0: what suits the rows of a layer
-    float                    v_skip   = 0.0f;
-    mixedkv::attention_skips skips;
+    int rounding = 16; // 0: what suits the rows of a layer
+
+    mixedkv::attention_page_counts page_counts;
 
     // standard error of what rows weigh the keys of pages with, relative to the sum
     float page_error = 0.0f;
@@ -71,7 +71,7 @@ struct llama_kv_node {
     size_t cut_bytes = 0;
 
     // of F16 rows, the most that a step has
-    int64_t most_pieces = 0;
+    int64_t most_splits = 0;
 
     // edge of the Hadamard blocks by which the nodes rotate K and Q, and V and the output; 0: they come rotated
     int rotation_k = 0;
@@ -80,7 +80,7 @@ struct llama_kv_node {
     // K is stored times scales->k, Q comes divided by it; nullptr: the graph has done it, or nobody does
     const llama_kv_scales * scales = nullptr;
 
-    // what cold rows of K lack, with the turns of the cells of all streams; nullptr: nothing
+    // what cold rows of K lack, with the RoPE angles of the cells of all streams; nullptr: nothing
     const std::vector<mixedkv::attention_pair> * pairs = nullptr;
 
     // what is known of the layer's keys, nullptr: they are all read

@@ -65,8 +65,7 @@ static std::string size_problem(const std::vector<llama_kv_cache *> & caches) {
     }
 
     return mine <= f16 ? "" : "the mixed KV cache would take " + std::to_string(mine) + " bytes, more than the " + std::to_string(f16) +
-        " of an F16 cache: raise n_ctx, lower quantization_threshold, n_draft or the number of sequences, use the 'f16' cache, or "
-        "set hot_budget if that is what you want";
+        " of an F16 cache: raise n_ctx, lower quantization_threshold or the number of sequences, or use the 'f16' cache";
 }
 
 static void check_rows(const llama_kv_cache & kv) {

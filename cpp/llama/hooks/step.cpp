@@ -8,8 +8,8 @@
 
 #include <algorithm>
 
-struct llama_step::books {
-    explicit books(const llama_memory_recurrent & mem) :
+struct llama_step::bookkeeping {
+    explicit bookkeeping(const llama_memory_recurrent & mem) :
         cells(mem.cells), head(mem.head), used(mem.used), n(mem.n), rs_z(mem.rs_z), rs_idx(mem.rs_idx), rs_len(mem.rs_len) {}
 
     void put(llama_memory_recurrent & mem) const {
@@ -39,7 +39,7 @@ llama_step::llama_step(llama_context & ctx, const llama_ubatch & ubatch) :
         return;
     }
 
-    before = std::make_unique<books>(*recr);
+    before = std::make_unique<bookkeeping>(*recr);
 
     // without these a graph that has begun ends well, and states are too large to be copied for nothing
     if (ctx.abort_callback || ctx.cparams.cb_eval) {

@@ -27,13 +27,13 @@ public:
 
 private:
     // which cell of a recurrent memory holds which sequence
-    struct books;
+    struct bookkeeping;
 
     llama_context &      ctx;
     const llama_ubatch & ubatch;
 
     llama_memory_recurrent * recr; // nullptr: there is none
-    std::unique_ptr<books>   before;
+    std::unique_ptr<bookkeeping>   before;
 
     // states that the graph may overwrite: a range of cells, empty where they were not kept
     uint32_t first = 0;

@@ -173,6 +173,8 @@ void llama_stream::fail(outcome how, const std::string & why) {
 }
 
 llama_stream::outcome llama_stream::take_outcome(std::string & reason) {
+    const std::lock_guard<std::mutex> lock(turn); // another context's graph may be failing
+
     const outcome res = last;
 
     reason = problem;
@@ -238,7 +240,7 @@ bool llama_stream::before(ggml_tensor * node) {
         return false;
     }
 
-    for (int i = 0; i < GGML_MAX_SRC && node->src[i] && last == outcome::good; ++i) {
+    for (int i = 0; i < GGML_MAX_SRC && node->src[i]; ++i) {
         ggml_tensor * src  = node->src[i];
         ggml_tensor * root = src->view_src ? src->view_src : src;
         if (of(root) != this) {
@@ -252,13 +254,16 @@ bool llama_stream::before(ggml_tensor * node) {
             turn.lock();
             whose = std::this_thread::get_id();
         }
+        if (last != outcome::good) {
+            break;
+        }
         res = use(it->second) || res;
         if (src != root) {
             src->data = static_cast<char *>(root->data) + src->view_offs;
         }
     }
 
-    return res || last != outcome::good;
+    return res || (whose == std::this_thread::get_id() && last != outcome::good);
 }
 
 // Gives back the layers that all weights have been used of, and those before the last one.

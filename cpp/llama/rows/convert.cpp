@@ -87,10 +87,10 @@ void llama_kv_rows_rotate(float * x, int64_t n_total, int64_t n) {
 llama_kv_row_converter::llama_kv_row_converter(
         const llama_kv_row_layer & layer, llama_kv_row_format src, llama_kv_row_format dst, int64_t n_embd) :
     src(src), dst(dst), n_embd(n_embd), n_embd_head(layer.model.hparams.n_embd_head_k(layer.il)), row(n_embd) {
-    if (src.is_lacking()) {
+    if (src.has_subtracted_bias()) {
         src_rope.emplace(layer.model, layer.cparams, layer.il, src.scales->pairs);
     }
-    if (dst.is_lacking()) {
+    if (dst.has_subtracted_bias()) {
         dst_rope.emplace(layer.model, layer.cparams, layer.il, dst.scales->pairs);
     }
 }
@@ -102,7 +102,7 @@ void llama_kv_rows_scale(float * x, const std::vector<float> & scale) {
 }
 
 void llama_kv_row_converter::change_basis(llama_pos pos) {
-    const bool rescale = src.scales_id() != dst.scales_id() || src.is_lacking() != dst.is_lacking();
+    const bool rescale = src.scales_id() != dst.scales_id() || src.has_subtracted_bias() != dst.has_subtracted_bias();
 
     if (src.rotation == dst.rotation && !rescale) {
         return;
@@ -114,10 +114,10 @@ void llama_kv_row_converter::change_basis(llama_pos pos) {
         llama_kv_rows_scale(row.data(), src.scales->q);
     }
     if (rescale && src_rope) {
-        llama_kv_take_bias(row.data(), n_embd_head, *src.scales, src_rope->at(pos), -1.0f);
+        llama_kv_subtract_bias(row.data(), n_embd_head, *src.scales, src_rope->at(pos), -1.0f);
     }
     if (rescale && dst_rope) {
-        llama_kv_take_bias(row.data(), n_embd_head, *dst.scales, dst_rope->at(pos));
+        llama_kv_subtract_bias(row.data(), n_embd_head, *dst.scales, dst_rope->at(pos));
     }
     if (rescale && dst.scales) {
         llama_kv_rows_scale(row.data(), dst.scales->k);

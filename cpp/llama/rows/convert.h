@@ -2,7 +2,7 @@
 
 #include "ggml.h"
 #include "rows/equalize.h"
-#include "rows/turns.h"
+#include "rows/rope-angles.h"
 
 #include <cstdint>
 #include <optional>
@@ -36,11 +36,11 @@ struct llama_kv_row_format {
     bool                    cold   = false;
 
     uint32_t scales_id() const { return scales ? scales->id : 0; }
-    bool     is_lacking() const { return cold && scales && !scales->pairs.empty(); }
+    bool     has_subtracted_bias() const { return cold && scales && !scales->pairs.empty(); }
 
     bool operator==(const llama_kv_row_format & other) const {
         return type == other.type && rotation == other.rotation && scales_id() == other.scales_id() &&
-            is_lacking() == other.is_lacking();
+            has_subtracted_bias() == other.has_subtracted_bias();
     }
 };
 

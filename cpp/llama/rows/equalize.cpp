@@ -38,7 +38,7 @@ static bool read_vector(const ggml_tensor * t, int64_t n, std::vector<float> & r
 }
 
 [[noreturn]] static void fail() {
-    throw std::runtime_error("failed to compute the scales of K from the weights: set equalize=false");
+    throw std::runtime_error("failed to compute the scales of K from the weights: use the 'f16' cache");
 }
 
 // w x for each column of x [w->ne[0], n], by the device that holds w: weights that a backend has repacked cannot be read

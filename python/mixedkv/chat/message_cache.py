@@ -188,15 +188,12 @@ class MessageCache:
             return Saved(entry="", n_tokens=0, n_stored=0, nbytes=0, seconds=0, reason=str(error))
 
     def _note(self, identity: Identity, ids: Sequence[str], n_prompt: int, new: str | None, n: int) -> None:
-        """Note which entries of the first `n` tokens messages end in: known ones, whose own entries were
-        evicted or whose history was edited, and a new one that has all of them.
+        """Note which entries of the first `n` tokens hold messages: known ones of the prompt, whose own
+        entries were evicted or whose history was edited, and a new one that ends there. Where in the prompt a
+        known one ends is not known: not behind its end.
         """
         known = self._store.messages
-        ends = [
-            (name, min(info.n_tokens, n_prompt))
-            for name in ids
-            for info in known.entries(self._tenant, name)[:1]
-        ]
+        ends = [(name, min(n_prompt, n)) for name in ids if known.entries(self._tenant, name)]
         ends += [(new, n)] if new is not None else []
         match = self._store.find(identity, self._llm.input_ids[:n], remote=False) if ends else None
         if match is not None:

@@ -138,7 +138,7 @@ def _lines(report: dict[str, Any], sizes: list[tuple[int, int]]) -> Iterable[str
         if text := beyond_training(n_ctx, model["n_ctx_train"], {}):
             yield f"  {text}."
     if any(cache["saving"] < 0 for cache in report["caches"]):
-        yield "  Loading narrows the window of a cache above F16, unless hot_budget is given."
+        yield "  Loading narrows the window of a cache above F16."
     if (room := report["bytes_left"]) is not None and len(sizes) == 1:
         yield f"  Longest: tokens that fit into the {format_bytes(room)} this machine has left now"
         yield "  besides the weights, up to what the model was trained with."

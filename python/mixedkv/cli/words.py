@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mixedkv.cli.values import positive
-from mixedkv.config.spec import did_you_mean
+from mixedkv.config.checks import did_you_mean
 from mixedkv.model.hub_model import PREFIX
 
 # beside `--` and the name of a field

@@ -1,36 +1,45 @@
-"""Checks of single fields of a setting."""
+"""Checks a setting's fields against the options of a cache, which stand in cpp/spec/spec.cpp."""
 
 from __future__ import annotations
 
-from mixedkv.config.row_types import replacement
-from mixedkv.limits import INT32_MAX
+import difflib
+from collections.abc import Iterable
+from dataclasses import fields
+from typing import Any
+
+from mixedkv import _core
+
+_KINDS = {int: "a whole number", str: "text", bool: "True or False"}
 
 
-def check_window(quantization_threshold: int, group_size: int, sink_tokens: int) -> None:
-    """Raise ValueError or TypeError unless the three can stand together."""
-    check_int("quantization_threshold", quantization_threshold, at_least=0)
-    check_int("group_size", group_size, at_least=1)
-    check_int("sink_tokens", sink_tokens, at_least=0)
-    if 0 < quantization_threshold < group_size:
-        raise ValueError(
-            f"quantization_threshold={quantization_threshold} is smaller than group_size={group_size} "
-            f"(16 unless given): a window cannot let go of more than it holds. Use "
-            f"group_size={quantization_threshold} or less, or quantization_threshold={group_size} or more "
-            f"(0: no recent window)"
-        )
+def options_of(setting: Any) -> dict[str, Any]:
+    """Return the fields of a setting, a dataclass, that are options of a cache."""
+    return {
+        each.name: getattr(setting, each.name)
+        for each in fields(setting)
+        if each.name != "enable_quantization"
+    }
 
 
-def check_int(field: str, value: object, at_least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{field}={value!r}: use a whole number")
-    if not at_least <= value <= INT32_MAX:
-        raise ValueError(f"{field}={value}: use a number from {at_least} to {INT32_MAX}")
+def normalise(setting: Any, *, mixed: bool) -> None:
+    """Bring the fields of a new setting, a dataclass, to their normal form.
+
+    Raises:
+        ValueError: a value is out of range or unknown; the message names the field.
+        TypeError: a value has another type than the field.
+    """
+    for each in fields(setting):
+        value, kind = getattr(setting, each.name), type(each.default)
+        takes = int | float | str if each.name == "budget" else kind
+        if not isinstance(value, takes) or (isinstance(value, bool) and kind is not bool):
+            wanted = "bytes, or text such as '2GiB'" if each.name == "budget" else _KINDS[kind]
+            raise TypeError(f"{each.name}={value!r}: use {wanted}")
+    for name, value in _core.check_kv(mixed, options_of(setting)).items():
+        object.__setattr__(setting, name, value)
 
 
-def normalise(setting: object, field: str, known: tuple[str, ...]) -> None:
-    value = getattr(setting, field)
-    if not isinstance(value, str):
-        raise TypeError(f"{field}={value!r}: use one of {', '.join(known)}")
-    if value.lower() not in known:
-        raise ValueError(f"{field}={value!r} is not one of {', '.join(known)}{replacement(value.lower())}")
-    object.__setattr__(setting, field, value.lower())
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean ...?)` where a known word is like this one, else ""."""
+    alike = {each: difflib.SequenceMatcher(None, word, each).ratio() for each in known}
+    nearest = max(alike, key=alike.__getitem__)
+    return f" (did you mean {nearest}?)" if alike[nearest] >= 0.6 else ""

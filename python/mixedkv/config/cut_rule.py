@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from mixedkv.config.hot_window import HotWindow
+from mixedkv._core import HotWindow
 
 
 @dataclass(frozen=True, slots=True)

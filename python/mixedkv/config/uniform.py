@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from mixedkv.config.checks import normalise
-from mixedkv.config.hot_window import HotWindow
-from mixedkv.config.row_types import UNIFORM_TYPES, type_bits
-from mixedkv.config.spec import spec_of
+from mixedkv import _core
+from mixedkv.config.checks import normalise, options_of
+from mixedkv.config.row_types import type_bits
 
-if TYPE_CHECKING:
-    from mixedkv import _core
+_DEFAULTS = _core.UNIFORM_DEFAULTS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,14 +20,12 @@ class UniformKV:
         attention: "auto" is llama.cpp's own attention, "fused" this package's CPU kernel.
     """
 
-    type_k: str = "f16"
-    type_v: str = "f16"
-    attention: str = "auto"
+    type_k: str = _DEFAULTS["type_k"]
+    type_v: str = _DEFAULTS["type_v"]
+    attention: str = _DEFAULTS["attention"]
 
     def __post_init__(self) -> None:
-        normalise(self, "type_k", UNIFORM_TYPES)
-        normalise(self, "type_v", UNIFORM_TYPES)
-        normalise(self, "attention", ("auto", "fused"))
+        normalise(self, mixed=False)
 
     def types_of(self, il: int) -> tuple[str, str]:
         """Return the types of K and V of a layer: the same in all of them."""
@@ -40,13 +35,9 @@ class UniformKV:
         """Accept any model: a uniform cache fits all."""
 
     @property
-    def hot_budget(self) -> None:
-        """No row has an F16 copy."""
-
-    @property
-    def window(self) -> HotWindow:
+    def window(self) -> _core.HotWindow:
         """No token has a row of another type."""
-        return HotWindow()
+        return _core.HotWindow()
 
     @property
     def needs_flash(self) -> bool:
@@ -60,16 +51,11 @@ class UniformKV:
 
     def native(self) -> _core.CacheConfig | None:
         """Return the setting as the native library takes it; None leaves everything to llama.cpp."""
-        if self.attention == "auto":
-            return None
-        from mixedkv import _core  # only here: settings are read beside the stock library too
-
-        return _core.CacheConfig(mixed=False, attention=self.attention)
+        return None if self.attention == "auto" else _core.CacheConfig.of(False, options_of(self))
 
     def __str__(self) -> str:
         """Return the spec that `parse_kv` reads back."""
-        name = self.type_k if self.type_k == self.type_v else f"{self.type_k}/{self.type_v}"
-        return spec_of(name, {} if self.attention == "auto" else {"attention": self.attention})
+        return _core.format_kv(False, options_of(self))
 
     @property
     def full_spec(self) -> str:

@@ -84,7 +84,6 @@ class Stepper:
         self._outbox.put(*((job, Failed(error)) for job in self._scheduler.clear()))
 
     def _step(self, began: float) -> None:
-        self._llm.kv.follow_memory()
         self._loader.restore()
         self._fail_lost()
         step, code = self._decode(self._scheduler.plan())

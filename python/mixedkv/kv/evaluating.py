@@ -94,7 +94,6 @@ class Evaluating(WindowSettings):
         """
         llama = self._llama
         with self.busy.waiting():
-            self.follow_memory()
             n = llama.n_tokens
             end = n + len(tokens)
             if n == 0:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.config.row_types import UNIFORM_TYPES, replacement, type_block
+from mixedkv.config.row_types import UNIFORM_TYPES, type_block
 from mixedkv.limits import INT32_MAX
 
 _SIZE_MAX = 2**20  # heads, head sizes and layers above this are not a model's
@@ -168,8 +168,10 @@ def _read_layer(
         head_size = take_whole(description, f"head_size_{which}", 1 if which == "k" else 0, _SIZE_MAX)
         kind = description.get(f"type_{which}")
         if not isinstance(kind, str) or kind not in UNIFORM_TYPES:
-            known = ", ".join(UNIFORM_TYPES) + replacement(str(kind))
-            raise ValueError(f"layer {il}: type_{which}={kind!r} is not one of {known}")
+            known = ", ".join(UNIFORM_TYPES)
+            raise ValueError(
+                f"layer {il}: type_{which}={kind!r} is not one of {known}: evaluate its tokens anew"
+            )
         n = n_head_kv * head_size
         rotation = take_whole(description, f"rotation_{which}", 0, _SIZE_MAX)
         if rotation and (rotation & (rotation - 1) or n % rotation):

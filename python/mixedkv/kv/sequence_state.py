@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import llama_cpp
@@ -55,7 +54,9 @@ def cut_rule(llm: llama_cpp.Llama, setting: KVSetting) -> CutRule:
     """
     recurrent = _llama_cpp.is_recurrent(llm) or _llama_cpp.is_hybrid(llm)
     n_swa = sliding_window(llm)
-    window = replace(setting.window, n_draft=0)  # a sequence that was resumed has the rows of its window only
+    rows = setting.window
+    # without drafts: a sequence that was resumed has the rows of its window only
+    window = _core.HotWindow(rows.threshold, rows.group_size, rows.sink_tokens)
     sliding = 0 if llm.context_params.swa_full else n_swa
     return CutRule(window=window, sliding=sliding, recurrent=recurrent, slides=n_swa > 0)
 

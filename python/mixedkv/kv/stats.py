@@ -87,12 +87,10 @@ class KVStats:
         n_layer: layers with a KV cache.
         quantization_threshold: the window as set.
         threshold_capacity: the most that it can be set to without allocating F16 rows.
-        window_now: less than `quantization_threshold` while memory is short (`shrink`).
         tokens_hot, tokens_cold: tokens that hold an F16 row, and those that do not.
         hot_budget: F16 rows that all sequences share.
         hot_shared: they are fewer than a window for every sequence.
         hot_evicted: F16 rows that made room for others before their window had let go of them.
-        v_skipped: share of the values met in decoding so far, by head, that no query gave weight (`v_skip`).
         pages_read: share of the pages of older keys that decoding so far has read, by query, layer with pages
             and KV head (`sparse`); 1 where it reads all.
         bytes_total: from llama.cpp's own memory breakdown; the cold and the hot rows are parts of it, and
@@ -110,7 +108,6 @@ class KVStats:
     n_layer: int
     quantization_threshold: int
     threshold_capacity: int
-    window_now: int
     group_size: int
     sink_tokens: int
     tokens_hot: int
@@ -118,7 +115,6 @@ class KVStats:
     hot_budget: int
     hot_shared: bool
     hot_evicted: int
-    v_skipped: float
     pages_read: float
     bytes_total: int
     bytes_cold: int
@@ -147,7 +143,6 @@ class KVStats:
             n_layer=now["n_layer"],
             quantization_threshold=now["threshold"],
             threshold_capacity=now["threshold_capacity"],
-            window_now=now["threshold_now"],
             group_size=now["group_size"],
             sink_tokens=now["sink_tokens"],
             tokens_hot=now["n_cells_hot"],
@@ -155,7 +150,6 @@ class KVStats:
             hot_budget=now["hot_slots"],
             hot_shared=now["hot_shared"],
             hot_evicted=now["n_evicted"],
-            v_skipped=now["n_v_skipped"] / max(1, now["n_v_met"]),
             pages_read=now["n_pages_read"] / now["n_pages"] if now["n_pages"] else 1.0,
             bytes_total=now["bytes_total"],
             bytes_cold=now["bytes_cold"],
@@ -230,10 +224,7 @@ class KVStats:
     def _tokens_text(self) -> str:
         if not self.mixed:
             return str(self.tokens)
-        now = f"{self.window_now} of " if self.window_now < self.quantization_threshold else ""
-        window = (
-            f"window {now}{self.quantization_threshold}, group {self.group_size}, sinks {self.sink_tokens}"
-        )
+        window = f"window {self.quantization_threshold}, group {self.group_size}, sinks {self.sink_tokens}"
         if self.hot_shared:
             window += f", room for {self.hot_budget} F16 tokens, {self.hot_evicted} made room"
         return f"{self.tokens} = {self.tokens_hot} hot + {self.tokens_cold} cold ({window})"

@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 
 from mixedkv import _core
-from mixedkv.config import KVSetting, MixedKVConfig, check_window
-from mixedkv.kv.relief import WindowRelief
+from mixedkv.config import KVSetting, MixedKVConfig
 from mixedkv.native.context_lock import exclusive
 from mixedkv.native.memory import memory_room
 from mixedkv.sizes import format_bytes
@@ -18,8 +17,6 @@ class WindowSettings(ABC):
 
     def __init__(self, setting: KVSetting, busy: _core.Gate) -> None:
         self._setting, self.busy = setting, busy
-        shrinks = isinstance(setting, MixedKVConfig) and setting.shrink
-        self.relief = WindowRelief(lambda: self._address) if shrinks else None
 
     @property
     @abstractmethod
@@ -86,7 +83,6 @@ class WindowSettings(ABC):
             now.group_size if group_size is None else group_size,
             now.sink_tokens if sink_tokens is None else sink_tokens,
         )
-        check_window(*window)
         after = replace(now, quantization_threshold=window[0], group_size=window[1], sink_tokens=window[2])
         self._check_room(after)
         _core.set_window(self._address, *window)
@@ -104,10 +100,3 @@ class WindowSettings(ABC):
                 f"quantization_threshold={wanted.quantization_threshold} takes {format_bytes(n_bytes)} of "
                 f"F16 rows, and {format_bytes(room)} of memory are left: set a smaller window"
             )
-
-    def follow_memory(self) -> None:
-        """Shorten the window where memory is short, if `shrink` asks for it; called between two evaluations,
-        on their thread.
-        """
-        if self.relief is not None:
-            self.relief.follow()

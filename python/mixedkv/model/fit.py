@@ -21,7 +21,7 @@ _KEPT = {"mixed": 96, "mixed:balanced": 99, "mixed:quality": 99}  # docs/choosin
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
-    """What was chosen for the memory that was free.
+    """The choice for the memory that was free.
 
     Args:
         n_ctx: tokens of the context.
@@ -51,7 +51,7 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContextPlace:
-    """Where a context is to fit.
+    """The model, sequences and memory that a context is to fit.
 
     Args:
         n_seq: sequences that share it; `n_stream` equal parts have sequences of their own.

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from mixedkv.config.hot_window import HotWindow
+from mixedkv import _core
 from mixedkv.config.row_types import type_bits
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import padded
 from mixedkv.model.gguf_file import ModelFile, n_layers
 from mixedkv.model.sliding_layers import n_layers_with_rows, sliding_layers, sliding_window
-
-if TYPE_CHECKING:
-    from mixedkv import _core
 
 _F16_BYTES = 2
 _LEAST_WINDOWS = 4  # answers at a time, as llama-server has unless told otherwise
@@ -35,11 +32,7 @@ class CacheSetting(Protocol):
     @property
     def attention(self) -> str: ...
     @property
-    def window(self) -> HotWindow: ...
-    @property
-    def hot_budget(self) -> int | str | None:
-        """F16 tokens that all sequences share; None: there are none."""
-
+    def window(self) -> _core.HotWindow: ...
     def native(self) -> _core.CacheConfig | None: ...
     def types_of(self, il: int) -> tuple[str, str]: ...
     def check_layers(self, n_layer: int) -> None: ...
@@ -91,7 +84,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sliding:
-    """How many rows layers with a sliding window have room for.
+    """The number of rows that layers with a sliding window have room for.
 
     Args:
         full: all of the context.
@@ -166,7 +159,7 @@ def footprint(
     """Return the bytes that a cache of `n_ctx` tokens would take, which `n_seq` sequences share.
 
     Raises:
-        ValueError: `hot_budget` is less than one window, or the setting names layers that the model lacks.
+        ValueError: the setting names layers that the model lacks.
     """
     kv.check_layers(shape.n_layer)
     cells = padded(n_ctx), sliding.n_cells(shape.window, n_ctx, n_seq)
@@ -182,12 +175,7 @@ def footprint(
 def _part(layers: Sequence[LayerShape], kv: CacheSetting, n_cells: int, n_seq: int) -> Footprint:
     """Return what layers with the same cells take."""
     n_embd = sum(layer.n_embd_k + layer.n_embd_v for layer in layers)
-    n_rows, least = ring_rows(layers, kv, n_cells, n_seq)
-    if least and not n_rows:
-        raise ValueError(
-            f"hot_budget={kv.hot_budget} is less than the {least} F16 tokens of one window and the sinks "
-            f"of {n_seq} sequences: raise it, or lower quantization_threshold or the number of sequences"
-        )
+    n_rows = _ring_rows(layers, kv, n_cells, n_seq)
     return Footprint(
         bytes=n_cells * sum(cold_bytes(layer, kv) for layer in layers) + n_rows * _F16_BYTES * n_embd,
         n_elements=n_cells * n_embd,
@@ -225,20 +213,14 @@ def cold_bytes(layer: LayerShape, kv: CacheSetting) -> int:
     return int(layer.n_embd_k * type_bits(type_k) + layer.n_embd_v * type_bits(type_v)) // 8
 
 
-def ring_rows(
-    layers: Sequence[LayerShape], kv: CacheSetting, n_cells: int, n_seq: int = 1
-) -> tuple[int, int]:
-    """Return how many F16 rows layers of `n_cells` cells allocate, and the least; the first is 0 if
-    `hot_budget` is less than the least.
-    """
-    native = kv.native() if kv.hot_budget is not None else None
-    if native is None or not layers:
-        return 0, 0
+def _ring_rows(layers: Sequence[LayerShape], kv: CacheSetting, n_cells: int, n_seq: int) -> int:
+    """Return how many F16 rows layers of `n_cells` cells allocate."""
+    native = kv.native()
+    if native is None or kv.window.rows() == 0:
+        return 0
     cold = sum(cold_bytes(layer, kv) for layer in layers)
     f16 = _F16_BYTES * sum(layer.n_embd_k + layer.n_embd_v for layer in layers)
-    from mixedkv import _core  # settings are read in processes with the stock library too
-
-    return _core.count_ring_rows(native, n_seq, n_cells, cold, f16)
+    return _core.count_ring_rows(native, n_seq, n_cells, cold, f16)[0]
 
 
 def _view_bytes(layer: LayerShape, n_rows: int) -> int:

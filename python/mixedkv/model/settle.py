@@ -10,12 +10,11 @@ from dataclasses import replace
 from mixedkv.config import KVSetting, MixedKVConfig
 from mixedkv.config.layers import shorten
 from mixedkv.limits import padded
-from mixedkv.model.footprint import WINDOWED, ModelShape, Sliding, footprint, model_shape, ring_rows
+from mixedkv.model.footprint import WINDOWED, ModelShape, Sliding, footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.layer_plan import LayerPlan, Shares
 
 Types = list[tuple[int, str, str]]
-Room = int | str
 
 
 def settle(
@@ -29,57 +28,50 @@ def settle(
     on_cpu: bool = True,
     sliding: Sliding = WINDOWED,
 ) -> KVSetting:
-    """The setting that a budget comes to for a model and a context, see `MixedKVConfig.for_budget`, or `bits`
-    for a model; a setting without them stays as it is. `n_stream` equal parts of the context have sequences
+    """The setting that a budget comes to for a model and a context, see `MixedKVConfig.for_budget`; a setting
+    without one stays as it is. `n_stream` equal parts of the context have sequences
     of their own; `on_cpu`: the cache lies in CPU memory. Elsewhere attention merges, which takes an F16 view
     of a layer.
 
     Raises:
-        ValueError: nothing fits the budget, or the bits.
+        ValueError: nothing fits the budget.
     """
     if not isinstance(kv, MixedKVConfig) or kv.is_settled:
         return kv
-    kv = _within(kv, padded(n_ctx // n_stream))
+    if n_ctx:  # bits do not ask for it
+        kv = _within(kv, padded(n_ctx // n_stream))
     f16, plan = kv.without_quantization(), LayerPlan(shape, shares, on_cpu=on_cpu)
-    if kv.bits:
-        if kv.bits < plan.bits(0):
-            raise ValueError(f"bits={kv.bits:g}: the coarsest types take {plan.bits(0):g} in this model")
-        type_k, type_v, layers = shorten(plan.types(plan.most(kv.bits)))
-        return replace(kv, bits=0.0, cold_type_k=type_k, cold_type_v=type_v, layers=layers)
+    if bits := kv.budget_bits:
+        if bits < plan.bits(0):
+            raise ValueError(
+                f"budget={kv.budget}: the coarsest types take {plan.bits(0):g} bits in this model"
+            )
+        type_k, type_v, layers = shorten(plan.types(plan.most(bits)))
+        return replace(kv, budget=0, cold_type_k=type_k, cold_type_v=type_v, layers=layers)
 
     def size(setting: KVSetting) -> int:
         each = footprint(shape, setting, n_ctx // n_stream, n_seq // n_stream, sliding)
         merges = not on_cpu and setting.attention == "auto"
         return n_stream * (each.bytes + (each.view if merges else 0))
 
-    def make(types: Types, threshold: int, hot_budget: Room) -> MixedKVConfig:
+    def make(types: Types, threshold: int) -> MixedKVConfig:
         type_k, type_v, layers = shorten(types)
         group_size = min(kv.group_size, threshold or kv.group_size)
         kept = replace(kv, budget=0, quantization_threshold=threshold, group_size=group_size)
-        kept = replace(kept, hot_budget=hot_budget)
         return replace(kept, cold_type_k=type_k, cold_type_v=type_v, layers=layers)
-
-    def rooms(threshold: int) -> Sequence[Room]:
-        """Return the F16 rows to try: the default is more than what several sequences need at least."""
-        if kv.hot_budget != "auto" or n_seq == n_stream:
-            return [kv.hot_budget]
-        kept = make(plan.types(0), threshold, "auto")
-        n_rows, least = max(ring_rows(group, kept, padded(n_ctx), n_seq) for group in shape.groups)
-        return [*range(max(least, 1), n_rows, 16), "auto"]
 
     if size(f16) <= int(kv.budget):
         return f16
     least, most = kv.quantization_threshold, n_ctx // n_seq - kv.sink_tokens
     windows = range(least, max(most, least) + 1, kv.group_size)
-    return _spend(int(kv.budget), plan, windows, rooms, make, size)
+    return _spend(int(kv.budget), plan, windows, make, size)
 
 
 def _spend(
     budget: int,
     plan: LayerPlan,
     windows: Sequence[int],
-    rooms: Callable[[int], Sequence[Room]],
-    make: Callable[[Types, int, Room], MixedKVConfig],
+    make: Callable[[Types, int], MixedKVConfig],
     size: Callable[[KVSetting], int],
 ) -> MixedKVConfig:
     """Return the setting of least divergence that takes `budget` bytes at most.
@@ -87,33 +79,25 @@ def _spend(
     Args:
         windows: F16 tokens of the recent window, ascending; the first one is what is wanted. It is halved
             where not even the coarsest types fit with it, and grows when all rows have the finest.
-        rooms: for a window, room for F16 tokens that sequences share, ascending; the last one is what is
-            wanted.
-        make: a setting of these types of layers, this window and this room.
+        make: a setting of these types of layers and this window.
         size: bytes of a setting.
 
     Raises:
         ValueError: nothing fits; the message has the bytes of the smallest setting.
     """
     coarsest, window = plan.types(0), windows[0]
-    while True:
-        choice = rooms(window)
-        n_rooms = bisect_right(choice, budget, key=lambda room: size(make(coarsest, window, room)))
-        if n_rooms or not window:
-            break
+    while window and size(make(coarsest, window)) > budget:
         window //= 2
-    if not n_rooms:
-        smallest = size(make(coarsest, 0, choice[0]))
+    if (smallest := size(make(coarsest, window))) > budget:
         raise ValueError(
             f"budget={budget}: the smallest cache takes {smallest} bytes: raise the budget, or lower n_ctx"
         )
-    room = choice[n_rooms - 1]
     steps = range(len(plan) + 1)
-    n = bisect_right(steps, budget, key=lambda n: size(make(plan.types(n), window, room))) - 1
+    n = bisect_right(steps, budget, key=lambda n: size(make(plan.types(n), window))) - 1
     if n == len(plan) and window == windows[0]:
-        wide = bisect_right(windows, budget, key=lambda wider: size(make(plan.types(n), wider, room)))
+        wide = bisect_right(windows, budget, key=lambda wider: size(make(plan.types(n), wider)))
         window = windows[wide - 1]
-    return make(plan.types(n), window, room)
+    return make(plan.types(n), window)
 
 
 def fit_window(
@@ -128,10 +112,9 @@ def fit_window(
     than an F16 one.
 
     A window takes F16 rows beside the cold ones, which a short context has no gain to pay with. A setting
-    with a `hot_budget` stays as it is, and so does one that no window makes small enough. Arguments as in
-    `settle`.
+    that no window makes small enough stays as it is. Arguments as in `settle`.
     """
-    if not isinstance(kv, MixedKVConfig) or not kv.enable_quantization or kv.hot_budget != "auto":
+    if not isinstance(kv, MixedKVConfig) or not kv.enable_quantization or not kv.native().chooses_rows:
         return kv
 
     def size(setting: KVSetting) -> int:

@@ -10,7 +10,7 @@ from mixedkv.model.gguf_file import ModelFile, n_layers
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """Of every `period` layers one reads all tokens: the last, or the first. `window` is what a file without
+    """One of every `period` layers reads all tokens: the last, or the first. `window` is what a file without
     one has; `fixed`: whatever the file says.
     """
 

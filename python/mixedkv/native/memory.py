@@ -46,19 +46,6 @@ def memory_rooms(proc: Path = _PROC, groups: Path = _GROUPS) -> list[Room]:
     return [Room(left, limit), *_group_rooms(proc, groups)]
 
 
-def memory_stall(proc: Path = _PROC, groups: Path = _GROUPS) -> float:
-    """Return the percent of the last ten seconds in which a task of the control group, else of the machine,
-    waited for memory (the kernel's pressure stall information); 0 where it is not told.
-    """
-    own = [path for root, _, path in _own_groups(proc, groups) if root == groups]
-    lines = [line for path in own for line in _lines(path / "memory.pressure")]
-    for line in lines or _lines(proc / "pressure" / "memory"):
-        kind, _, values = line.partition(" avg10=")
-        if kind == "some":
-            return float(values.split()[0])
-    return 0.0
-
-
 def own_memory(proc: Path = _PROC) -> int:
     """Return the number of bytes that this process has of its own: all but pages of files."""
     return _fields(proc / "self" / "status").get("RssAnon:", 0) * 1024

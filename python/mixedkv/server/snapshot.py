@@ -62,11 +62,9 @@ def _held(server: ServerState, engine: Engine) -> dict[str, Any]:
             "tokens_hot": kv.tokens_hot,
             "tokens_cold": kv.tokens_cold,
             "quantization_threshold": kv.quantization_threshold,
-            "window_now": kv.window_now,
             "hot_budget": kv.hot_budget,
             "hot_shared": kv.hot_shared,
             "hot_evicted": kv.hot_evicted,
-            "v_skipped": kv.v_skipped,
             "pages_read": kv.pages_read,
             # rows that sequences see, minus the rows there are: the saving by sharing
             "tokens_shared": max(0, sum(len(seq.tokens) for seq in held) - kv.tokens),

@@ -68,7 +68,7 @@ class SplitService:
         self._kept = kept
         self._max_streams, self._step_seconds, self._idle_seconds = max_streams, step_seconds, idle_seconds
         # of a mixed cache the F16 window must be what it was before
-        self._max_rollback = min(wire.MAX_HIDDEN, getattr(engine.llm.kv.config, "n_draft", wire.MAX_HIDDEN))
+        self._max_rollback = min(wire.MAX_HIDDEN, engine.llm.kv.config.window.n_draft or wire.MAX_HIDDEN)
         # where layers slide, rows that come near by a drop may have gone
         self._can_drop = engine.pool.can_move and engine.pool.rule.sliding == 0
         self._sinks = engine.pool.rule.window.sink_tokens

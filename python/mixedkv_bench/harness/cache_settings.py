@@ -95,7 +95,7 @@ def make_settings(specs: Sequence[str], flash: str = "both") -> list[Setting]:
     settings: dict[tuple[KVSetting, bool], Setting] = {}
     for spec in specs:
         kv = parse_kv(spec)
-        if isinstance(kv, MixedKVConfig) and kv.budget:
+        if isinstance(kv, MixedKVConfig) and kv.budget and not kv.budget_bits:
             raise ValueError(
                 f"--kv {spec}: a budget depends on the context: give the setting that `mixedkv info` shows"
             )

@@ -133,9 +133,6 @@ struct bench_rows {
                 bytes[i + 1] &= 0xbb; // below 2
             } else {
                 std::memcpy(bytes.data() + i, &scale, 2);
-                if (type == row_type::q4_1 || type == row_type::q5_1) {
-                    std::memcpy(bytes.data() + i + 2, &scale, 2);
-                }
             }
         }
     }
@@ -250,11 +247,8 @@ int main(int argc, char ** argv) {
         const char * name;
         row_type     type;
     };
-    const std::vector<named> names{ { "f16", row_type::f16 },   { "q8_0", row_type::q8_0 },
-                                    { "q4_0", row_type::q4_0 }, { "iq4_nl", row_type::iq4_nl },
-                                    { "q4_1", row_type::q4_1 }, { "q5_0", row_type::q5_0 },
-                                    { "q5_1", row_type::q5_1 }, { "lm4", row_type::lm4 },
-                                    { "tc3", row_type::tc3 } };
+    const std::vector<named> names{ { "f16", row_type::f16 },   { "q8_0", row_type::q8_0 }, { "q4_0", row_type::q4_0 },
+                                    { "q5_0", row_type::q5_0 }, { "lm4", row_type::lm4 },   { "tc3", row_type::tc3 } };
     for (const named & k : names) {
         for (const named & v : names) {
             const std::string name  = &k == &v ? k.name : std::string(k.name) + "/" + v.name;

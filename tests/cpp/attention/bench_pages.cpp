@@ -34,17 +34,17 @@ double median(std::vector<double> x) {
 }
 
 struct problem {
-    int64_t                  n_keys, n_strips;
-    int                      n_seq, d, n_head;
-    size_t                   head, row, sketch;
-    std::vector<uint8_t>     k, v, known, taken, bits;
-    std::vector<uint16_t>    mask, steps;
-    std::vector<float>       q, out;
-    std::vector<uint32_t>    seen;
-    std::vector<char>        scratch;
-    mixedkv::attention_skips counts;
-    mixedkv::attention_args  args;
-    float                    error = 0.0f;
+    int64_t                        n_keys, n_strips;
+    int                            n_seq, d, n_head;
+    size_t                         head, row, sketch;
+    std::vector<uint8_t>           k, v, known, taken, bits;
+    std::vector<uint16_t>          mask, steps;
+    std::vector<float>             q, out;
+    std::vector<uint32_t>          seen;
+    std::vector<char>              scratch;
+    mixedkv::attention_page_counts counts;
+    mixedkv::attention_args        args;
+    float                          error = 0.0f;
 
     problem(int64_t each, int n_seq, int d, int group) :
         n_keys(each * n_seq), n_strips(n_keys / attention_strip), n_seq(n_seq), d(d), n_head(n_head_kv * group),
@@ -87,7 +87,7 @@ struct problem {
         a.scale    = float(1.0 / std::sqrt(double(d)));
         a.out      = out.data();
         scratch.resize(mixedkv::attention_scratch_bytes(&a, 1) + 64);
-        a.skips = &counts;
+        a.page_counts = &counts;
         set_scales();
     }
 

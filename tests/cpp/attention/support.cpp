@@ -42,29 +42,23 @@ float from_half(uint16_t h) {
 struct layout {
     size_t head;
     int    bits;
-    bool   minimum;
     int    elements = 32;
 };
 
 static layout layout_of(row_type type) {
     switch (type) {
     case row_type::q8_0:
-        return { 2, 8, false };
-    case row_type::q4_1:
-        return { 4, 4, true };
+        return { 2, 8 };
     case row_type::q5_0:
-        return { 6, 5, false };
-    case row_type::q5_1:
-        return { 8, 5, true };
+        return { 6, 5 };
     case row_type::q4_0:
-    case row_type::iq4_nl:
-        return { 2, 4, false };
+        return { 2, 4 };
     case row_type::lm4:
-        return { 2, 4, false, 64 };
+        return { 2, 4, 64 };
     case row_type::tc3: // conversions of its own
-        return { 2, 0, false, 64 };
+        return { 2, 0, 64 };
     default:
-        return { 0, 0, false, 1 };
+        return { 0, 0, 1 };
     }
 }
 
@@ -82,9 +76,8 @@ size_t row_size(row_type type, int d) {
 }
 
 const std::vector<row_type> & all_types() {
-    static const std::vector<row_type> types{ row_type::f16,  row_type::q8_0, row_type::q4_0, row_type::iq4_nl,
-                                              row_type::q4_1, row_type::q5_0, row_type::q5_1, row_type::lm4,
-                                              row_type::tc3,  row_type::other };
+    static const std::vector<row_type> types{ row_type::f16, row_type::q8_0, row_type::q4_0, row_type::q5_0,
+                                              row_type::lm4, row_type::tc3,  row_type::other };
     return types;
 }
 
@@ -103,14 +96,9 @@ static void store_half(uint8_t * p, float x) {
 
 // What integer n of a block stands for, before the scale
 static int value_of(row_type type, int n) {
-    static constexpr int iq4_nl[16] = { -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113 };
-    static constexpr int lm4[16]    = { -127, -97, -77, -60, -46, -33, -21, -10, 1, 13, 24, 37, 50, 66, 84, 109 };
-    const layout         l          = layout_of(type);
-    return type == row_type::iq4_nl ? iq4_nl[n]
-           : type == row_type::lm4  ? lm4[n]
-           : l.bits == 8            ? int8_t(n)
-           : l.minimum              ? n
-                                    : n - (1 << (l.bits - 1));
+    static constexpr int lm4[16] = { -127, -97, -77, -60, -46, -33, -21, -10, 1, 13, 24, 37, 50, 66, 84, 109 };
+    const layout         l       = layout_of(type);
+    return type == row_type::lm4 ? lm4[n] : l.bits == 8 ? int8_t(n) : n - (1 << (l.bits - 1));
 }
 
 static int get_integer(row_type type, const uint8_t * block, int i) {
@@ -141,21 +129,14 @@ static void quantise(row_type type, const float * x, int d, uint8_t * out) {
     const layout l = layout_of(type);
     for (int b = 0; b < d / l.elements; b++, x += l.elements, out += row_size(type, l.elements)) {
         const auto  ends  = std::minmax_element(x, x + l.elements);
-        const float least = l.minimum ? *ends.first : 0.0f;
         const float most  = std::max(std::fabs(*ends.first), std::fabs(*ends.second));
-        const float scale = l.minimum ? (*ends.second - least) / float((1 << l.bits) - 1)
-                                      : most / float(type == row_type::iq4_nl ? 113
-                                                     : type == row_type::lm4  ? 109
-                                                                              : (1 << (l.bits - 1)) - 1);
+        const float scale = most / float(type == row_type::lm4 ? 109 : (1 << (l.bits - 1)) - 1);
         store_half(out, scale);
-        if (l.minimum) {
-            store_half(out + 2, least);
-        }
         for (int i = 0; i < l.elements; i++) {
             int   best  = 0;
             float error = INFINITY;
             for (int n = 0; n < 1 << l.bits; n++) {
-                const float e = std::fabs(scale * float(value_of(type, n)) + least - x[i]);
+                const float e = std::fabs(scale * float(value_of(type, n)) - x[i]);
                 best          = e < error ? n : best;
                 error         = std::min(e, error);
             }
@@ -220,16 +201,13 @@ std::vector<float> rows::value(int64_t row, int head) const {
         }
         const int       n     = block_elements(type);
         const uint8_t * block = p + i / n * row_size(type, n);
-        const float     least = layout_of(type).minimum ? half(block + 2) : 0.0f;
-        out[i]                = half(block) * float(value_of(type, get_integer(type, block, i % n))) + least;
+        out[i]                = half(block) * float(value_of(type, get_integer(type, block, i % n)));
     }
     return out;
 }
 
 std::string options::describe() const {
-    static const char * const types[] = {
-        "f16", "q8_0", "q4_0", "iq4_nl", "q4_1", "q5_0", "q5_1", "lm4", "tc3", "other"
-    };
+    static const char * const types[] = { "f16", "q8_0", "q4_0", "q5_0", "lm4", "tc3", "other" };
     static const char * const masks[] = { "none", "causal", "window", "holes", "all_hidden", "alibi" };
     char                      text[256];
     std::snprintf(text, sizeof(text),
@@ -297,27 +275,27 @@ void problem::make_pairs() {
         mixedkv::attention_pair pair;
         pair.first  = r.below(o.d_k);
         pair.second = r.chance(0.2) ? pair.first : r.below(o.d_k);
-        std::vector<float> lacking, cosines, sines;
+        std::vector<float> subtracted_bias, cosines, sines;
         for (int h = 0; h < o.n_head_kv; h++) {
             const bool whole = pair.first != pair.second;
             const bool any   = r.chance(0.7);
-            lacking.push_back(any ? 5.0f * r.gauss() : 0.0f);
-            lacking.push_back(any && whole ? 5.0f * r.gauss() : 0.0f);
+            subtracted_bias.push_back(any ? 5.0f * r.gauss() : 0.0f);
+            subtracted_bias.push_back(any && whole ? 5.0f * r.gauss() : 0.0f);
         }
-        for (int64_t j = 0; j < first_turn + (o.n_keys[0] + 15) / 16 * 16; j++) {
+        for (int64_t j = 0; j < first_angle + (o.n_keys[0] + 15) / 16 * 16; j++) {
             const float angle = pair.first == pair.second ? 0.0f : 3.0f * r.gauss();
             cosines.push_back(std::cos(angle));
             sines.push_back(std::sin(angle));
         }
-        for (auto & x : { lacking, cosines, sines }) {
+        for (auto & x : { subtracted_bias, cosines, sines }) {
             pair_data.push_back(x);
         }
         pairs.push_back(pair);
     }
     for (size_t i = 0; i < pairs.size(); i++) {
-        pairs[i].lacking = pair_data[3 * i].data();
-        pairs[i].cosines = pair_data[3 * i + 1].data();
-        pairs[i].sines   = pair_data[3 * i + 2].data();
+        pairs[i].subtracted_bias = pair_data[3 * i].data();
+        pairs[i].cosines         = pair_data[3 * i + 1].data();
+        pairs[i].sines           = pair_data[3 * i + 2].data();
     }
 }
 
@@ -325,8 +303,8 @@ void problem::make_pairs() {
 double problem::score_of_pairs(const float * q, int head_kv, int64_t key) const {
     double sum = 0.0;
     for (const auto & pair : pairs) {
-        const double c = pair.cosines[first_turn + key], s = pair.sines[first_turn + key];
-        const double x = pair.lacking[2 * head_kv], y = pair.lacking[2 * head_kv + 1];
+        const double c = pair.cosines[first_angle + key], s = pair.sines[first_angle + key];
+        const double x = pair.subtracted_bias[2 * head_kv], y = pair.subtracted_bias[2 * head_kv + 1];
         sum += q[pair.first] * (c * x - s * y) + q[pair.second] * (s * x + c * y);
     }
     return sum;
@@ -367,9 +345,9 @@ mixedkv::attention_args problem::args() {
     for (size_t i = 0; i < k.size(); i++) {
         a.segments[i] = { k[i].view(), v[i].view(), o.n_keys[i] };
     }
-    a.segments[0].pairs      = pairs.data();
-    a.segments[0].n_pairs    = int(pairs.size());
-    a.segments[0].first_turn = first_turn;
+    a.segments[0].pairs       = pairs.data();
+    a.segments[0].n_pairs     = int(pairs.size());
+    a.segments[0].first_angle = first_angle;
     return a;
 }
 

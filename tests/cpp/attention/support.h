@@ -78,7 +78,7 @@ struct problem {
     std::vector<mixedkv::attention_pair> pairs;
     std::vector<std::vector<float>>      pair_data; // of each pair: what lacks, cosines, sines
 
-    static constexpr int first_turn = 5;
+    static constexpr int first_angle = 5;
 
     problem(rng & r, const options & o);
     int64_t                 n_keys() const;

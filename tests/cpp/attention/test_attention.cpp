@@ -70,7 +70,7 @@ test::options random_options(test::rng & r) {
         o.type_v.push_back(r.chance(0.5) ? o.type_k.back() : r.pick(types));
     }
     const auto whole_blocks = [](std::vector<row_type> & t, int d) {
-        std::replace_if(t.begin(), t.end(), [d](row_type x) { return d % test::block_elements(x); }, row_type::iq4_nl);
+        std::replace_if(t.begin(), t.end(), [d](row_type x) { return d % test::block_elements(x); }, row_type::q4_0);
     };
     whole_blocks(o.type_k, o.d_k);
     whole_blocks(o.type_v, o.d_v);
@@ -309,55 +309,6 @@ void test_rows_of_other_sequences() {
     }
 }
 
-// V of blocks that hardly weigh anything is left out: some are, the error stays within their weights, and a query gets
-// the same bits with any number of threads and whoever shares its call.
-void test_v_skip() {
-    for (row_type type : { row_type::q4_0, row_type::f16 }) {
-        for (int queries : { 1, 4 }) {
-            test::options o = mixed_cache(queries, 2000, mask_kind::causal);
-            o.type_k[0] = o.type_v[0] = type;
-            o.score_std               = 100.0f; // so that all rows of a group agree on some blocks
-            test::rng                r(31);
-            test::problem            p(r, o);
-            mixedkv::attention_skips skips;
-            auto                     args = p.args();
-            args.v_skip                   = 1e-6f;
-            args.skips                    = &skips;
-            test::run({ p.args() }, 1);
-            const std::vector<float> exact = p.out;
-            test::run({ args }, 1);
-            for (size_t i = 0; i < exact.size(); i++) {
-                if (!(std::fabs(exact[i] - p.out[i]) <= 1e-4)) { // 36 blocks, values of 5
-                    std::printf("FAIL v_skip: %g, not %g\n", p.out[i], exact[i]);
-                    failures++;
-                    break;
-                }
-            }
-            const bool scalar = std::string(mixedkv::attention_isa()) == "scalar";
-            if (scalar ? skips.keys != 0 : skips.skipped == 0 || skips.skipped >= skips.keys) {
-                std::printf("FAIL V of %llu of %llu keys left out\n", (unsigned long long)skips.skipped,
-                            (unsigned long long)skips.keys);
-                failures++;
-            }
-            const std::vector<float> all = p.out;
-            test::run({ args }, 3);
-            expect_same(all, p.out, "v_skip, 3 threads, " + o.describe());
-            std::vector<float> alone(p.out.begin(), p.out.begin() + o.n_head * o.d_v);
-            args.n_queries = 1;
-            test::run({ args }, 2);
-            p.out.resize(alone.size());
-            const double error = queries == 1 || type == row_type::f16 ? 0.0 : 4e-4; // integers share their unit
-            for (size_t i = 0; i < alone.size(); i++) {
-                if (!(std::fabs(alone[i] - p.out[i]) <= error)) {
-                    std::printf("FAIL v_skip, alone: %g, not %g\n", p.out[i], alone[i]);
-                    failures++;
-                    break;
-                }
-            }
-        }
-    }
-}
-
 // What one call has found in the mask serves the next; a mask of another step is looked at anew.
 void test_masks_are_kept() {
     std::vector<uint32_t> blocks;
@@ -402,7 +353,6 @@ int main(int argc, char ** argv) {
     test_scratch_reuse();
     test_hidden_rows_are_not_used();
     test_rows_of_other_sequences();
-    test_v_skip();
     test_masks_are_kept();
     std::printf("%s: %d failures\n", mixedkv::attention_isa(), failures);
     return failures != 0;

@@ -37,7 +37,7 @@ int64_t padded(int64_t n) {
 
 // long_head: the size of heads, 0: of those that have the same bits
 prompt random_prompt(test::rng & r, int long_head) {
-    const std::vector<row_type> types{ row_type::q4_0, row_type::q8_0, row_type::lm4, row_type::tc3, row_type::iq4_nl };
+    const std::vector<row_type> types{ row_type::q4_0, row_type::q8_0, row_type::lm4, row_type::tc3 };
     const std::vector<int>      lengths{ 40, 200, 500, 1100, 2600 };
     const int                   n         = 1 + r.below(r.pick(lengths));
     const int                   n_head_kv = r.pick<int>({ 1, 2, 3 });
@@ -142,7 +142,7 @@ void step(test::rng & r, const prompt & p, int first, int end, std::vector<float
     for (size_t i = 0; i < tokens.size(); i++) {
         order.add(0, tokens[i], int32_t(ring.size() + i));
     }
-    order.arrange(order.most_pieces(1, n_hot));
+    order.arrange(order.most_splits(1, n_hot));
     std::vector<uint16_t> ordered_mask(tokens.size() * order.size());
     for (size_t i = 0; i < tokens.size(); i++) {
         order.copy_mask(mask.data() + i * (n_kv + n_hot) + n_kv, ordered_mask.data() + i * order.size());
@@ -164,7 +164,7 @@ void step(test::rng & r, const prompt & p, int first, int end, std::vector<float
     a.mask           = mask.data();
     a.mask_row       = (n_kv + n_hot) * sizeof(uint16_t);
     a.order          = { order.get_blocks().data(), int64_t(order.get_blocks().size()),
-                         order.get_pieces().data(), int64_t(order.get_pieces().size()) - 1,
+                         order.get_splits().data(), int64_t(order.get_splits().size()) - 1,
                          ordered_mask.data(),       order.size() * sizeof(uint16_t) };
     a.scale          = 1.0f / std::sqrt(float(p.d));
     a.max_alibi_bias = p.alibi ? 8.0f : 0.0f;

@@ -27,11 +27,11 @@ void expect(bool ok, const char * what, const std::string & where) {
 
 // What a cache has of the keys of its first segment
 struct page_data {
-    int64_t                  n; // strips
-    size_t                   sketch, of_query;
-    std::vector<uint8_t>     bits, known, taken;
-    std::vector<uint16_t>    steps;
-    mixedkv::attention_skips counts;
+    int64_t                        n; // strips
+    size_t                         sketch, of_query;
+    std::vector<uint8_t>           bits, known, taken;
+    std::vector<uint16_t>          steps;
+    mixedkv::attention_page_counts counts;
 
     explicit page_data(test::problem & p) :
         n((p.o.n_keys[0] + attention_strip - 1) / attention_strip), sketch(mixedkv::attention_sketch_bytes(p.o.d_k)),
@@ -56,7 +56,7 @@ struct page_data {
         args.pages.depth  = depth;
         args.pages.taken  = taken.data();
         args.pages.row    = of_query;
-        args.skips        = &counts;
+        args.page_counts  = &counts;
         return args;
     }
 

@@ -51,12 +51,9 @@ static const float * evaluate(struct llama_context * ctx, const llama_token * to
 }
 
 static struct llama_context * make_context(struct llama_model * model) {
-    const struct mixedkv_config config = { .mixed       = true,
-                                           .threshold   = 32,
-                                           .group_size  = 8,
-                                           .sink_tokens = 4,
-                                           .attention   = MIXEDKV_ATTENTION_AUTO,
-                                           .equalize    = true };
+    const struct mixedkv_config config = {
+        .mixed = true, .threshold = 32, .group_size = 8, .sink_tokens = 4, .attention = MIXEDKV_ATTENTION_AUTO
+    };
     struct llama_context_params params = llama_context_default_params();
 
     params.n_ctx     = 2 * MAX_TOKENS;

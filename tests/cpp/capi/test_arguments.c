@@ -44,7 +44,6 @@ static struct mixedkv_config make_config(uint32_t threshold, uint32_t group_size
     res.sink_tokens           = sink_tokens;
     res.attention             = (enum mixedkv_attention)attention;
     res.n_draft               = 8;
-    res.equalize              = true;
     res.hot_budget            = MIXEDKV_HOT_BUDGET_ALL;
     return res;
 }
@@ -81,19 +80,8 @@ static void test_configurations(const struct llama_model * model) {
     const float shares[] = { -1e-6f, 1.0f, INFINITY, NAN };
     for (int i = 0; i < 4; i++) {
         struct mixedkv_config config = make_config(32, 8, 4, 0);
-        config.v_skip                = shares[i];
-        EXPECT(INVALID, mixedkv_check(model, &config, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, N_CTX));
-    }
-    for (int i = 0; i < 4; i++) {
-        struct mixedkv_config config = make_config(32, 8, 4, 0);
         config.sparse_error          = shares[i];
         EXPECT(INVALID, mixedkv_check(model, &config, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, N_CTX));
-    }
-    const uint32_t roundings[] = { 0, 8, 16, 1, 12, 32, UINT32_MAX };
-    for (int i = 0; i < 7; i++) {
-        struct mixedkv_config config = make_config(32, 8, 4, 0);
-        config.rounding              = roundings[i];
-        EXPECT(i < 3 ? OK : INVALID, mixedkv_check(model, &config, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, N_CTX));
     }
     const struct mixedkv_config good = make_config(32, 8, 4, 0);
     EXPECT(INVALID, mixedkv_check(NULL, &good, GGML_TYPE_Q4_0, GGML_TYPE_Q4_0, N_CTX));
@@ -128,6 +116,35 @@ static void test_configurations(const struct llama_model * model) {
     struct mixedkv_config nowhere = good;
     nowhere.n_layers              = 1;
     EXPECT(INVALID, mixedkv_configure_next(&nowhere));
+    EXPECT(OK, mixedkv_configure_next(NULL));
+}
+
+// --- specs
+
+static void test_specs(void) {
+    struct mixedkv_spec spec;
+    EXPECT(INVALID, mixedkv_parse(NULL, &spec));
+    EXPECT(INVALID, mixedkv_parse("mixed", NULL));
+    EXPECT(INVALID, mixedkv_parse("", &spec));
+    EXPECT(INVALID, mixedkv_parse("mixed:threshold=8,group=16", &spec));
+    EXPECT(INVALID, mixedkv_parse("mixed:cold=q4_1", &spec));
+    EXPECT(INVALID, mixedkv_parse("mixed:bits=4", &spec));
+    EXPECT(OK, mixedkv_parse("q8_0/q4_0", &spec));
+    EXPECT(0, spec.config.mixed || spec.type_k != GGML_TYPE_Q8_0 || spec.type_v != GGML_TYPE_Q4_0);
+    // a normally distributed error is beyond E with the probability D: by 1.96 and 2.58 standard errors
+    EXPECT(OK, mixedkv_parse("mixed:sparse=eps:0.1", &spec));
+    EXPECT(0, fabs(spec.config.sparse_error - 0.1 / 1.959964) > 1e-7);
+    EXPECT(OK, mixedkv_parse("mixed:sparse=eps:0.1/0.01", &spec));
+    EXPECT(0, fabs(spec.config.sparse_error - 0.1 / 2.575829) > 1e-7);
+    EXPECT(OK, mixedkv_parse("mixed:sparse=eps:0.999/0.3", &spec));
+    EXPECT(0, spec.config.sparse_error >= 1.0f); // as mixedkv_check() asks for
+    EXPECT(OK, mixedkv_parse("mixed:budget=4.5bit", &spec));
+    EXPECT(0, spec.budget_bits != 4.5 || spec.budget_bytes != 0);
+    EXPECT(OK, mixedkv_parse("mixed:balanced,layers=1-:lm4/tc3", &spec));
+    EXPECT(0, !spec.config.mixed || spec.config.threshold != 128 || spec.type_k != GGML_TYPE_Q8_0);
+    EXPECT(0, spec.config.n_layers != 1 || spec.config.layers[0].last != -1 ||
+                  spec.config.layers[0].type_v != (enum ggml_type)MIXEDKV_TYPE_TC3);
+    EXPECT(OK, mixedkv_configure_next(&spec.config));
     EXPECT(OK, mixedkv_configure_next(NULL));
 }
 
@@ -356,10 +373,6 @@ static void test_window(struct llama_context * ctx) {
     EXPECT(INVALID, mixedkv_set_window(ctx, 32, UINT32_MAX, 4));
     EXPECT(INVALID, mixedkv_set_window(ctx, 32, 8, UINT32_MAX));
     EXPECT(INVALID, mixedkv_set_window(ctx, UINT32_MAX, UINT32_MAX, UINT32_MAX));
-    EXPECT(INVALID, mixedkv_limit_window(NULL, 8));
-    EXPECT(OK, mixedkv_limit_window(ctx, 8));
-    EXPECT(OK, mixedkv_limit_window(ctx, 0));
-    EXPECT(OK, mixedkv_limit_window(ctx, UINT32_MAX));
     EXPECT(OK, mixedkv_set_window(ctx, 33, 8, 5));
     EXPECT(OK, mixedkv_set_window(ctx, INT32_MAX, 8, INT32_MAX));
     EXPECT(OK, mixedkv_set_window(ctx, 0, INT32_MAX, 0));
@@ -825,6 +838,7 @@ int main(int argc, char ** argv) {
         return EXIT_FAILURE;
     }
     test_configurations(model);
+    test_specs();
     test_types(model);
 
     const struct mixedkv_config config = make_config(32, 8, 4, MIXEDKV_ATTENTION_AUTO);

@@ -29,8 +29,8 @@ for name in ("llama-128", "gemma3", "gpt-oss", "gemma2"):
 END
 
 for name in llama-128 gemma3 gpt-oss gemma2; do
-    THREADS=8 "$build/device_speed" check "$models/$name.gguf" --tokens 900 --kv mixed:cold=q8_0,rounding=16 \
-        --kv mixed:cold=q4_0,rounding=16 --kv mixed:cold=q5_0,cold_v=q4_0,rounding=16
+    THREADS=8 MIXEDKV_ROUNDING=16 "$build/device_speed" check "$models/$name.gguf" --tokens 900 \
+        --kv mixed:cold=q8_0 --kv mixed --kv mixed:cold_k=q5_0
 done
 "$build/device_speed" speed "$models/8b.gguf" --kv f16 --kv q8_0 --kv q4_0 --kv mixed --n-gen 32
 "$build/device_speed" speed "$models/16.gguf" --kv f16 --kv q4_0 --kv mixed --kv mixed:cold=q8_0 --kv mixed:attention=merged --n-gen 32

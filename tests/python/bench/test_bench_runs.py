@@ -44,7 +44,7 @@ def test_sensitivity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     rows = run(path, "sensitivity", "--n-ctx", "512", "--repeats", "1", "--bits", "5,6", "--threads", "1")
     layers = [row for row in rows if "layer" in row]
     assert [(row["layer"], row["part"]) for row in layers] == [(il, part) for il in range(6) for part in "kv"]
-    assert layers[3]["kv"] == "mixed:cold=q8_0,layers=1:q8_0/iq4_nl"
+    assert layers[3]["kv"] == "mixed:cold=q8_0,layers=1:q8_0/q4_0"
     shares = read_shares(path)
     assert sum(shares.values()) > 0
     chosen = rows[len(layers) :]
@@ -60,7 +60,7 @@ def test_sensitivity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert row["kld_planned"] == pytest.approx(plan.divergence(plan.most(bits)))
         assert 0 < row["kld_mean"] < sum(shares.values())
     shown = capsys.readouterr().out
-    assert re.search(r"iq4_nl in K or V of one layer\n.*\n  0 K +[\d.e-]+", shown)
+    assert re.search(r"q4_0 in K or V of one layer\n.*\n  0 K +[\d.e-]+", shown)
     assert re.search(r"types of least divergence\n.*\n  mixed:\S+ +[45]\.\d\d", shown)
 
 
@@ -99,7 +99,7 @@ def test_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.fixture(scope="module")
 def quality(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     path = tmp_path_factory.mktemp("bench") / "q.json"
-    wide = "mixed:threshold=512,group=32,sinks=0,hot_budget=all"
+    wide = "mixed:threshold=512,group=32,sinks=0"
     specs = [x for spec in ("f16", "q4_0", MIXED, wide) for x in ("--kv", spec)]
     return run(path, "quality", *specs, "--n-ctx", "512", "--repeats", "1", "--flash-attn", "off")
 
@@ -120,9 +120,7 @@ def test_quality(quality: list[Row], mode: str) -> None:
 
 def test_a_window_over_the_context_is_as_good_as_f16(quality: list[Row]) -> None:
     rows = by_kv(quality, mode="token")
-    assert (
-        rows["mixed:threshold=512,group=32,sinks=0,hot_budget=all"]["kld_mean"] < 2 * rows["f16"]["kld_mean"]
-    )
+    assert rows["mixed:threshold=512,group=32,sinks=0"]["kld_mean"] < 2 * rows["f16"]["kld_mean"]
 
 
 def test_quality_on_a_text_of_ones_own(tmp_path: Path) -> None:

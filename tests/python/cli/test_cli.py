@@ -130,16 +130,13 @@ def test_info_says_what_fits(spec: str) -> None:
 
 
 def test_info_of_sequences_that_share_a_context() -> None:
-    kv = ("mixed:quality", "mixed:quality,hot_budget=all")
+    kv = ("mixed:quality", "mixed:quality,threshold=2048")
     args = ("info", "--n-ctx", 8192, 32768, "--sequences", 1, 16, "--kv", *kv)
     caches = json.loads(run(*args, "--json").stdout)["caches"]
     bits = {(x["kv"], x["n_ctx"], x["sequences"]): x["bits_per_element"] for x in caches}
     assert len(bits) == 8
-    assert bits[kv[0], 8192, 1] == bits[kv[1], 8192, 1]
-    assert bits[kv[0], 8192, 16] <= 1.25 * 8.5 < 16 < bits[kv[1], 8192, 16]
-    text = run(*args).stdout
-    assert "hot_budget=all" in text
-    assert "Loading narrows the window of a cache above F16, unless hot_budget is given." in text
+    assert bits[kv[0], 8192, 16] <= 1.25 * 8.5
+    assert kv[1] in run(*args).stdout
 
 
 def test_info_of_a_budget(tmp_path: Path) -> None:
@@ -176,7 +173,7 @@ def test_words_of_the_context() -> None:
     done = run("run", "-p", "A journal", "-n", 1, "--fit", "-ub", 64, "--swa-full", "--kv", "mixed")
     assert re.search(r"cache [\d.]+ MiB, [\d.]+ bits/element, \d+% below F16", done.stderr)
     refused = run("run", "-p", "x", "-c", 2**30, "--kv", "f16", code=2).stderr
-    assert re.search(r"GiB for the cache, and [\d.]+ GiB are free\. n_ctx=8192 fits", refused)
+    assert re.search(r"TiB for the cache, and [\d.]+ GiB are free\. n_ctx=8192 fits", refused)
 
 
 # --- what goes wrong ---
@@ -196,8 +193,8 @@ def test_words_of_the_context() -> None:
         (["run", "x", "-p", "y"], "not allowed with"),
         (["run", "-f", "none.txt"], "none.txt: No such file or directory"),
         (["run", "--kv", "mixed:threshold=8"], "threshold=8 is smaller than group=16"),
-        (["run", "--kv", "q3_k"], "kv='q3_k' names no cache"),
-        (["run", "--n-ctx", "16"], "n_ctx=16"),
+        (["run", "--kv", "q3_k"], "'q3_k' names no cache"),
+        (["run", "--n-ctx", "16"], "exceed context window of 256"),
         (["run", "--n-ctx", "-1"], "'-1' is not a positive whole number"),
         (["run", "-c", "32kk"], "'32kk' is not a positive whole number"),
         (["run", "none.gguf"], "none.gguf: a model of your own needs a prompt"),
@@ -268,9 +265,13 @@ def test_help_loads_little(arguments: list[str], unneeded: tuple[str, ...]) -> N
     assert not [name for name in loaded if name.startswith(unneeded)]
 
 
+def test_a_model_without_rows_runs(zoo_path) -> None:
+    run("run", "-m", zoo_path("mamba"), "-p", "x", "-n", 1)
+
+
 @pytest.mark.parametrize("name", ["llama-48", "mamba", "bert"])
 def test_unsupported_models_are_one_line_too(zoo_path, name: str) -> None:
-    (line,) = run("run", "-m", zoo_path(name), "-p", "x", code=2).stderr.splitlines()
+    (line,) = run("run", "-m", zoo_path(name), "-p", "x", "--kv", "mixed", code=2).stderr.splitlines()
     assert line.startswith("mixedkv: error: ")
     assert "'f16'" in line
 

@@ -11,12 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixedkv import MixedKVConfig, UniformKV
-from mixedkv.config import (
-    KVSetting,
-    check_window,
-    parse_kv,
-)
+from mixedkv import MixedKVConfig, UniformKV, _core
+from mixedkv.config import KVSetting, parse_kv
 from mixedkv.config.layers import join_layers
 from mixedkv.config.row_types import COLD_TYPES, UNIFORM_TYPES, ggml_type, type_bits, type_name
 
@@ -41,6 +37,7 @@ def layers(draw: st.DrawFn) -> str:
 
 @st.composite
 def mixed_configs(draw: st.DrawFn) -> MixedKVConfig:
+    attention = draw(st.sampled_from(("auto", "fused", "merged")))
     threshold = draw(st.one_of(st.just(0), st.integers(1, 1 << 20)))
     return MixedKVConfig(
         quantization_threshold=threshold,
@@ -48,11 +45,9 @@ def mixed_configs(draw: st.DrawFn) -> MixedKVConfig:
         sink_tokens=draw(st.integers(0, 1 << 20)),
         cold_type_k=draw(any_case(COLD_TYPES)),
         cold_type_v=draw(any_case(COLD_TYPES)),
-        attention=draw(any_case(("auto", "fused", "merged"))),
-        equalize=draw(st.booleans()),
+        attention=attention,
         layers=draw(layers()),
-        rounding=draw(st.sampled_from([16, 8, "auto"])),
-        v_skip=draw(st.sampled_from([0.0, 1e-6, 0.5])),
+        sparse=draw(st.sampled_from(["", "eps:0.05", "eps:1e-06/0.3"])) if attention != "merged" else "",
     )
 
 
@@ -89,11 +84,9 @@ def test_defaults() -> None:
         ("mixed:cold=q8_0", MixedKVConfig(cold_type_k="q8_0", cold_type_v="q8_0")),
         ("MIXED: Cold=Q8_0, attention=Merged", parse_kv("mixed:attention=merged,cold=q8_0")),
         ("mixed:threshold=0", MixedKVConfig(quantization_threshold=0)),
-        (
-            "mixed:balanced,equalize=False",
-            parse_kv("mixed:equalize=false,cold_k=q8_0,threshold=128,group=32"),
-        ),
-        ("mixed:equalize=true", MixedKVConfig(equalize=True)),
+        ("mixed:balanced,sinks=8", parse_kv("mixed:sinks=8,cold_k=q8_0,threshold=128,group=32")),
+        ("mixed:budget=2GiB", MixedKVConfig(budget=2**31)),
+        ("mixed:budget=4.50BIT", MixedKVConfig(budget="4.5bit")),
         (
             "mixed:layers=4-:q4_0, 0-3:Q8_0/q8_0,threshold=64",
             MixedKVConfig(layers="0-3:q8_0,4-:q4_0", quantization_threshold=64),
@@ -121,8 +114,6 @@ def test_the_written_form_reads_back(setting: KVSetting) -> None:
 @given(settings)
 def test_the_full_form_reads_back_and_leaves_the_window_to_no_default(setting: KVSetting) -> None:
     wanted = parse_kv(setting)
-    if isinstance(wanted, MixedKVConfig):
-        wanted = dataclasses.replace(wanted, rounding="auto")  # entries are found whatever it was
     assert parse_kv(setting.full_spec) == wanted
     if isinstance(wanted, MixedKVConfig):
         keys = {item.partition("=")[0] for item in setting.full_spec.partition(":")[2].split(",")}
@@ -173,7 +164,8 @@ def test_frozen_and_keyword_only() -> None:
         ("cold_type_v", 8, TypeError),
         ("attention", "fast", ValueError),
         ("enable_quantization", 1, TypeError),
-        ("equalize", "false", TypeError),
+        ("budget", True, TypeError),
+        ("budget", None, TypeError),
         ("layers", None, TypeError),
         ("layers", {0: "q8_0"}, TypeError),
     ],
@@ -192,15 +184,15 @@ def test_threshold_smaller_than_group() -> None:
 
 
 def test_types_of_a_layer() -> None:
-    config = MixedKVConfig(cold_type_k="q8_0", layers="1-2:q4_0/q5_1,5-:q5_0")
+    config = MixedKVConfig(cold_type_k="q8_0", layers="1-2:q4_0/q8_0,5-:q5_0")
     types = [config.types_of(il) for il in range(7)]
-    rest, ranged, last = ("q8_0", "q4_0"), ("q4_0", "q5_1"), ("q5_0", "q5_0")
+    rest, ranged, last = ("q8_0", "q4_0"), ("q4_0", "q8_0"), ("q5_0", "q5_0")
     assert types == [rest, ranged, ranged, rest, rest, last, last]
     assert join_layers((il, *config.types_of(il)) for il in range(7)) == (
-        "0:q8_0/q4_0,1-2:q4_0/q5_1,3-4:q8_0/q4_0,5-6:q5_0"
+        "0:q8_0/q4_0,1-2:q4_0/q8_0,3-4:q8_0/q4_0,5-6:q5_0"
     )
     config.check_layers(6)
-    with pytest.raises(ValueError, match=r"layers 5-: the model has 5 layers, 0 to 4"):
+    with pytest.raises(ValueError, match=r"layers=.*5-:q5_0: the model has 5 layers, 0 to 4"):
         config.check_layers(5)
 
 
@@ -230,8 +222,7 @@ def test_threshold_above_the_context() -> None:
         ("mixed:threshold=many", r"threshold=many is not a whole number"),
         ("mixed:threshold=-1", r"threshold=-1 is not a whole number"),
         ("mixed:threshold=" + "9" * 5000, r"is not a whole number"),
-        ("mixed:equalize=maybe", r"equalize=maybe is neither true nor false"),
-        ("f16:equalize=true", r"a uniform cache takes attention only, not equalize"),
+        ("f16:sinks=4", r"a uniform cache takes attention only, not sinks"),
         ("mixed:cold=q9_9", r"cold='q9_9' is not one of q8_0"),
         ("mixed:cold_v=q9_9", r"cold_v='q9_9' is not one of q8_0"),
         ("mixed:cold=q8_0,cold_k=q4_0", r"gives cold_k twice"),
@@ -278,15 +269,43 @@ def test_types_are_those_of_ggml(name: str, kind: int, bits: float) -> None:
 
 @given(st.integers(-3, 40), st.integers(-3, 40), st.integers(-3, 40))
 def test_the_rule_of_the_window(threshold: int, group: int, sinks: int) -> None:
-    fits = sinks >= 0 and group >= 1 and (threshold == 0 or threshold >= group)
+    fits = threshold >= 0 and sinks >= 0 and group >= 1 and (threshold == 0 or threshold >= group)
+    window = {"quantization_threshold": threshold, "group_size": group, "sink_tokens": sinks}
     if fits:
-        check_window(threshold, group, sinks)
+        MixedKVConfig(**window)  # type: ignore[arg-type]
     else:
         with pytest.raises(ValueError, match=r"quantization_threshold|group_size|sink_tokens"):
-            check_window(threshold, group, sinks)
+            MixedKVConfig(**window)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("spec", ["mixed:cold_k=lm4,cold_v=lm3", "mixed:layers=3-:lm4/lm3", "q8_0/lm3"])
-def test_a_type_that_was_taken_out_names_its_replacement(spec: str) -> None:
-    with pytest.raises(ValueError, match="'lm3' was taken out, 'tc3' replaces it and needs no calibration"):
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("mixed:cold_k=lm4,cold_v=lm3", "'lm3' was taken out, use 'tc3'"),
+        ("mixed:layers=3-:lm4/q5_1", "'q5_1' was taken out, use 'q5_0'"),
+        ("mixed:cold=iq4_nl", "cold='iq4_nl' is not one of .*; 'iq4_nl' was taken out, use 'lm4'"),
+        ("mixed:cold_v=q4_1", "'q4_1' was taken out, use 'q5_0'"),
+        ("q8_0/lm3", "'lm3' was taken out, use 'tc3'"),
+        ("mixed:bits=3.5", "bits was taken out: use budget=3.5bit"),
+        ("mixed:draft=4", "draft was taken out: leave it out, a window always has room for 16"),
+        ("mixed:balanced,hot_budget=all", "hot_budget was taken out: leave it out"),
+        ("mixed:equalize=false", "equalize was taken out: leave it out"),
+        ("mixed:rounding=8", "rounding was taken out: leave it out"),
+        ("mixed:shrink=true", "shrink was taken out: leave it out, or set a smaller threshold"),
+        ("mixed:v_skip=1e-6", "v_skip was taken out: leave it out, or use sparse=eps:0.05"),
+    ],
+)
+def test_what_was_taken_out_names_its_replacement(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse_kv(spec)
+
+
+def test_the_library_has_the_same_defaults_as_an_empty_spec() -> None:
+    names = {field.name for field in dataclasses.fields(MixedKVConfig)} - {"enable_quantization"}
+    assert names == set(_core.DEFAULTS)
+    assert all(getattr(MixedKVConfig(), name) == value for name, value in _core.DEFAULTS.items())
+
+
+@pytest.mark.parametrize("kind", ["q4_1", "q5_1", "iq4_nl"])
+def test_llama_cpps_own_caches_keep_their_types(kind: str) -> None:
+    assert parse_kv(kind) == UniformKV(type_k=kind, type_v=kind)

@@ -1,4 +1,4 @@
-"""The hot-set rule in Python, against the rule told as a story, and against what is read of it elsewhere."""
+"""The hot-set rule, against the rule told as a story, and against what is read of it elsewhere."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mixedkv import MixedKVConfig, UniformKV, _core
-from mixedkv.config.hot_window import HotWindow
+from mixedkv import MixedKVConfig, UniformKV
+from mixedkv._core import HotWindow
 
 pytestmark = pytest.mark.core
 
@@ -44,15 +44,6 @@ def test_the_rule_is_the_story() -> None:
             )
 
 
-def test_the_rule_is_that_of_the_core() -> None:
-    for window in windows():
-        numbers = window.threshold, window.group_size, window.sink_tokens
-        for q in range(LONGEST):
-            assert window.begin(q) == _core.hot_begin(*numbers, q), (window, q)
-            for p in range(q + 1):
-                assert window.contains(p, q) == _core.is_hot(*numbers, p, q), (window, p, q)
-
-
 def test_a_cut_is_exact_exactly_where_the_f16_rows_are_still_there() -> None:
     for window in windows():
         for n in range(1, LONGEST):
@@ -72,3 +63,10 @@ def test_settings_have_it() -> None:
     config = MixedKVConfig(quantization_threshold=48, group_size=24, sink_tokens=3)
     assert config.window == HotWindow(48, 24, 3, 16)
     assert UniformKV().window.cut_is_exact(100, 7)
+
+
+def test_windows_are_values() -> None:
+    assert HotWindow(48, 24, 3) == HotWindow(48, 24, 3, 0) != HotWindow(48, 24, 3, 16)
+    assert len({HotWindow(), HotWindow(0, 1), HotWindow(8, 1)}) == 2
+    assert HotWindow() != (0, 1, 0, 0)
+    assert str(HotWindow(48, 24, 3)) == "HotWindow(48, 24, 3, 0)"

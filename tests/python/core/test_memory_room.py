@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mixedkv.native.memory import memory_room, memory_rooms, memory_stall
+from mixedkv.native.memory import memory_room, memory_rooms
 
 
 def _proc(folder: Path, cgroup: str) -> Path:
@@ -38,15 +38,3 @@ def test_room_in_a_group_of_version_1(tmp_path: Path) -> None:
     (groups / "memory" / "g" / "memory.usage_in_bytes").write_text("390000\n")
     (groups / "memory" / "g" / "memory.stat").write_text("total_active_file 1\ntotal_inactive_file 2\n")
     assert memory_room(proc, groups) == 10_003
-
-
-def test_waiting_for_memory(tmp_path: Path) -> None:
-    proc, groups = _proc(tmp_path, "0::/a\n"), tmp_path / "groups"
-    assert memory_stall(proc, groups) == 0
-    (proc / "pressure").mkdir()
-    text = "some avg10={} avg60=1.00 avg300=0.00 total=9\nfull avg10=0.50 avg60=0.00 avg300=0.00 total=1\n"
-    (proc / "pressure" / "memory").write_text(text.format("2.50"))
-    assert memory_stall(proc, groups) == 2.5
-    (groups / "a").mkdir(parents=True)
-    (groups / "a" / "memory.pressure").write_text(text.format("33.10"))
-    assert memory_stall(proc, groups) == 33.1

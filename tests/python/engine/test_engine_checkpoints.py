@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from mixedkv._core import HotWindow
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.config.cut_rule import CutRule
-from mixedkv.config.hot_window import HotWindow
 from mixedkv.engine import StoreConnector
 from mixedkv.engine.connect.stored_rows import StoredRows
 from mixedkv.start.checkpoints import CheckpointLimits, places
@@ -20,6 +20,8 @@ from support.harness import prompt
 from support.patience import PATIENCE
 from support.served_models import Served
 from support.server_support import Direct, end_of
+
+WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
 
 
 def chat(*messages: str) -> str:
@@ -54,7 +56,7 @@ def cached(kv: str) -> list[int]:
 
 
 def test_a_mixed_cache_shares_what_an_f16_cache_shares() -> None:
-    mixed, f16 = cached("mixed:hot_budget=all"), cached("f16")
+    mixed, f16 = cached("mixed"), cached("f16")
     assert mixed[0] == f16[0] == 0
     assert mixed[1] == f16[1] > 300
     assert mixed[2:4] == f16[2:4]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mixedkv._core import HotWindow
 from mixedkv.config.cut_rule import CutRule
-from mixedkv.config.hot_window import HotWindow
 from mixedkv.engine.schedule.progress import Progress
 from support.scheduler_support import N_BATCH, N_CTX, Desk
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mixedkv._core import HotWindow
 from mixedkv.config.cut_rule import CutRule
-from mixedkv.config.hot_window import HotWindow
 from mixedkv.engine.schedule.tenant_limits import TenantLimits
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.truth import APPROXIMATE, COMPUTED, Truth

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mixedkv._core import HotWindow
 from mixedkv.config.cut_rule import CutRule
-from mixedkv.config.hot_window import HotWindow
 from mixedkv.engine.batch.vector_job import VectorJob
 from mixedkv.errors import EngineError, RowsGoneError
 from mixedkv.kv.fetched import Fetched

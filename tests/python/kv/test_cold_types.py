@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from mixedkv import Llama
+from mixedkv.bundled import model_path
 from mixedkv.config.row_types import COLD_TYPES, CPU_TYPES
 from support.harness import Mixed, Uniform, prompt, rel_rms
 
@@ -49,3 +51,18 @@ def test_llama_cpps_own_cache_of_our_types(open_ctx, cold: str) -> None:
     uniform = open_ctx("llama-64", Uniform(k=cold, v=cold)).decode(tokens)
     kv = Mixed(k=cold, v=cold, threshold=0, sinks=0, equalize=False, attention="merged")
     assert rel_rms(uniform, open_ctx("llama-64", kv).decode(tokens)) < 0.01
+
+
+@pytest.mark.parametrize("gone", ["q4_1", "q5_1", "iq4_nl"])
+def test_stored_rows_of_a_type_that_was_taken_out_are_converted(gone: str) -> None:
+    """They are llama.cpp's own types still, so a block that was written with them is read."""
+    options = {"n_ctx": 512, "n_threads": 1, "verbose": False}
+    with (
+        Llama(model_path(), kv=gone, **options) as old,  # type: ignore[arg-type]
+        Llama(model_path(), kv="mixed:cold=q8_0", **options) as new,  # type: ignore[arg-type]
+    ):
+        old.eval(prompt(100))
+        new.kv.load(old.kv.export())
+        for rows in ("k", "v"):
+            was, now = (getattr(llm.kv.layer(2), rows)(basis="model") for llm in (old, new))
+            assert rel_rms(now, was) < 0.02

@@ -21,6 +21,7 @@ from mixedkv.store.identity import Identity
 from support import zoo
 from support.divergence import divergence, log_p
 from support.harness import Ctx, Mixed, Model, Uniform, prompt, rel_rms
+from support.hidden import hidden
 from support.planted import plant
 
 N = 640
@@ -278,10 +279,10 @@ def test_a_state_with_other_scales_is_refused(open_ctx) -> None:
 @pytest.fixture(scope="module")
 def pair() -> Iterator[dict[str, Llama]]:
     """The bundled model with equalisation and without."""
-    llms = {
-        kv: Llama(str(bundled.model_path()), kv=kv, n_ctx=256, verbose=False)
-        for kv in ("mixed", "mixed:equalize=false")
-    }
+    llms = {}
+    for equalize in ("1", "0"):
+        with hidden(equalize=equalize):
+            llms[equalize] = Llama(str(bundled.model_path()), kv="mixed", n_ctx=256, verbose=False)
     yield llms
     for llm in llms.values():
         llm.close()

@@ -56,7 +56,7 @@ def test_micro_batches_of_a_whole_model(open_ctx, name: str, attention: str) -> 
 
 
 def test_micro_batches_of_layers_of_several_types(open_ctx, attention: str) -> None:
-    kv = WINDOW.with_(layers=((1, -1, "q8_0", "q5_1"),), attention=attention)
+    kv = WINDOW.with_(layers=((1, -1, "q8_0", "q5_0"),), attention=attention)
     f16, q4 = (
         logits(lambda n, kv=kv: open_ctx("llama-64", kv, n_ubatch=n), 64) for kv in (Uniform(), WINDOW)
     )

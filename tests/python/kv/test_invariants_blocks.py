@@ -21,7 +21,7 @@ CACHES = {
     "merged": KV.with_(attention="merged"),
     "fused": KV.with_(attention="fused"),
     "no-window": KV.with_(threshold=0, group=1, sinks=0),
-    "layers": KV.with_(layers=((1, -1, "q8_0", "q5_1"),)),
+    "layers": KV.with_(layers=((1, -1, "q8_0", "q5_0"),)),
     "lm4": KV.with_(k="lm4", v="lm4"),
 }
 tokens = prompt(400, seed=6)

@@ -35,10 +35,7 @@ steps = st.one_of(
     st.tuples(st.just("sequence away and back"), seqs),
     st.tuples(st.just("range away and back"), seqs, fractions, fractions),
 )
-window_steps = st.one_of(
-    st.tuples(st.just("window"), st.integers(0, 24), st.integers(1, 8), st.integers(0, 3)),
-    st.tuples(st.just("limit"), st.integers(0, 30)),
-)
+window_steps = st.tuples(st.just("window"), st.integers(0, 24), st.integers(1, 8), st.integers(0, 3))
 
 
 class Player:
@@ -46,7 +43,6 @@ class Player:
 
     def __init__(self, ctx: Ctx, other: Oracle | Ctx, unified: bool) -> None:
         self.ctx, self.other, self.unified = ctx, other, unified
-        self.window, self.most = (KV.threshold, KV.group, KV.sinks), KV.threshold
 
     def both(self, operation: str, *args: int) -> None:
         for side in (self.ctx, self.other):
@@ -111,20 +107,7 @@ class Player:
         self.both("rm", seq, -1, -1)
 
     def on_window(self, threshold: int, group: int, sinks: int) -> None:
-        self.window = threshold, min(group, threshold) or 1, sinks
-        self.ctx.set_window(*self.window)
-        self.other.set_window(*self.limited())
-
-    def on_limit(self, most: int) -> None:
-        before, self.most = self.limited(), most
-        self.ctx.limit_window(most)
-        if self.limited()[0] != before[0]:
-            self.other.set_window(*self.limited())
-
-    def limited(self) -> tuple[int, int, int]:
-        threshold, group, sinks = self.window
-        most = min(threshold, self.most)
-        return most, min(group, most) or 1, sinks
+        self.both("set_window", threshold, min(group, threshold) or 1, sinks)
 
     def on_save_and_restore(self) -> None:
         self.ctx.stats()  # a state saved while a move is pending would lose it: llama.cpp saves no shifts
@@ -210,7 +193,7 @@ def test_against_the_oracle(load, attention: str, unified: bool, plan: list[tupl
 @fuzz(8)
 def test_a_layer_of_its_own_types(load, attention: str, plan: list[tuple]) -> None:
     """Window, shifts, rollbacks, copies and states of a layer whose types are not those of the others."""
-    layers = ((0, 0, "q5_1", "lm4"),)
+    layers = ((0, 0, "q5_0", "lm4"),)
     run_on_oracle(
         load, "llama-64", KV.with_(k="q4_0", v="q8_0", layers=layers, attention=attention), True, plan
     )

@@ -63,7 +63,7 @@ CACHES = {
     "f16": Uniform(),
     "merged": KV.with_(attention="merged"),
     "fused": KV.with_(attention="fused"),
-    "layers": KV.with_(layers=((1, -1, "q8_0", "q5_1"),)),
+    "layers": KV.with_(layers=((1, -1, "q8_0", "q5_0"),)),
     "lm4": KV.with_(k="lm4", v="lm4"),
 }
 

@@ -9,19 +9,23 @@ import numpy as np
 import pytest
 
 import mixedkv
-from mixedkv import Llama, MixedKVConfig, _core
+from mixedkv import Llama, _core
 from mixedkv.bundled import model_path
-from mixedkv.config import parse_kv
 from support.divergence import divergence
+from support.hidden import hidden
 
 TEXT = "\n".join(path.read_text() for path in sorted(Path(mixedkv.__file__).parent.glob("*.py")))[:6000]
 
 
-def all_logits(kv: str, steps: int) -> np.ndarray:
-    """Logits [n_tokens, n_vocab] of TEXT, evaluated so many tokens at a time."""
-    with Llama(
-        str(model_path()), kv=kv, n_ctx=2048, n_ubatch=512, n_threads=2, logits_all=True, verbose=False
-    ) as llm:
+def all_logits(kv: str, rounding: str = "") -> np.ndarray:
+    """Logits [n_tokens, n_vocab] of TEXT."""
+    steps = 450
+    with (
+        hidden(rounding=rounding),
+        Llama(
+            str(model_path()), kv=kv, n_ctx=2048, n_ubatch=512, n_threads=2, logits_all=True, verbose=False
+        ) as llm,
+    ):
         tokens = llm.tokenize(TEXT.encode())[:900]
         rows = []
         for first in range(0, len(tokens), steps):
@@ -36,13 +40,11 @@ def kld(want: np.ndarray, got: np.ndarray) -> float:
     return divergence(*(x - np.logaddexp.reduce(x, axis=1, keepdims=True) for x in (want, got)))[0]
 
 
-@pytest.mark.parametrize("cold", ["q4_0", "q8_0", "lm4", "tc3", "iq4_nl"])
+@pytest.mark.parametrize("cold", ["q4_0", "q8_0", "lm4", "tc3"])
 @pytest.mark.nightly
 def test_answers_stay_close(cold: str) -> None:
-    f32, sixteen, eight = (
-        all_logits(kv, 450)
-        for kv in ("f32", f"mixed:cold={cold},rounding=16", f"mixed:cold={cold},rounding=8")
-    )
+    f32 = all_logits("f32")
+    sixteen, eight = (all_logits(f"mixed:cold={cold}", rounding) for rounding in ("16", "8"))
     if _core.version()["isa"] not in ("avx512", "amx"):
         assert np.array_equal(sixteen, eight)
         return
@@ -54,23 +56,18 @@ def test_answers_stay_close(cold: str) -> None:
 
 @pytest.mark.parametrize(
     ("rows", "bits"),
-    [("cold=q4_0", 8), ("cold=lm4", 8), ("cold_v=q8_0", 16), ("cold_k=q5_0", 16), ("cold=q8_0", 16)],
+    [
+        ("cold=q4_0", "8"),
+        ("cold=lm4", "8"),
+        ("cold_v=q8_0", "16"),
+        ("cold_k=q5_0", "16"),
+        ("cold=q8_0", "16"),
+    ],
 )
-def test_rows_of_four_bits_have_eight_by_default(rows: str, bits: int) -> None:
-    assert np.array_equal(all_logits(f"mixed:{rows}", 450), all_logits(f"mixed:{rows},rounding={bits}", 450))
+def test_rows_of_four_bits_have_eight_by_default(rows: str, bits: str) -> None:
+    assert np.array_equal(all_logits(f"mixed:{rows}"), all_logits(f"mixed:{rows}", bits))
 
 
-def test_the_setting_is_read_and_written() -> None:
-    for bits in (8, 16):
-        config = parse_kv(f"mixed:rounding={bits}")
-        assert config == MixedKVConfig(rounding=bits)
-        assert str(config) == f"mixed:rounding={bits}"
-    assert str(parse_kv("mixed:rounding=auto")) == "mixed"
-
-
-@pytest.mark.parametrize("value", [0, 4, 12, 32])
-def test_another_number_of_bits_is_refused(value: int) -> None:
-    with pytest.raises(ValueError, match="rounding"):
-        MixedKVConfig(rounding=value)
-    with pytest.raises(ValueError, match="rounding"):
-        parse_kv(f"mixed:rounding={value}")
+def test_another_number_of_bits_is_refused() -> None:
+    with pytest.raises(ValueError, match="MIXEDKV_ROUNDING=12: use 8, 16 or nothing"):
+        all_logits("mixed", "12")

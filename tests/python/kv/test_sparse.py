@@ -13,7 +13,6 @@ import pytest
 from mixedkv import Llama, MixedKVConfig, _core
 from mixedkv.bundled import model_path
 from mixedkv.config import parse_kv
-from mixedkv.config.sparse import standard_error
 from mixedkv_bench.harness.sample_text import document
 from support.divergence import divergence
 from support.planted import plant
@@ -131,18 +130,10 @@ def test_pages_follow_their_rows(unified: bool, n_rounds: int) -> None:
 
 def test_the_setting() -> None:
     assert parse_kv("mixed:sparse=eps:0.1") == MixedKVConfig(sparse="eps:0.1")
-    assert str(parse_kv("mixed:v_skip=1e-6,sparse=EPS:0.10/0.05")) == "mixed:v_skip=1e-06,sparse=eps:0.1"
+    assert str(parse_kv("mixed:sinks=8,sparse=EPS:0.10/0.05")) == "mixed:sinks=8,sparse=eps:0.1"
     assert str(parse_kv("mixed:sparse=eps:0.1/.01")) == "mixed:sparse=eps:0.1/0.01"
     assert str(MixedKVConfig(sparse="")) == "mixed"
     assert parse_kv("mixed:sparse=eps:0.5,layers=0-1:q8_0").sparse == "eps:0.5"
-
-
-def test_the_standard_error() -> None:
-    """A normally distributed error is beyond E with the probability D: by 1.96 and 2.58 standard errors."""
-    assert standard_error("") == 0
-    assert standard_error("eps:0.1") == pytest.approx(0.1 / 1.959964, rel=1e-6)
-    assert standard_error("eps:0.1/0.01") == pytest.approx(0.1 / 2.575829, rel=1e-6)
-    assert standard_error("eps:0.999/0.3") < 1  # as the C API asks for
 
 
 NO_ERRORS = """eps:0 eps:1e-50 eps:1.5 eps:nan eps: eps 0.9 top_p:0.9 eps:.1/0 eps:.1/1e-17 eps:.9/.9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +11,17 @@ from typing import Any
 import llama_cpp
 import numpy as np
 import pytest
+from llama_cpp._ggml import libggml
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.chunks.deviation import last_logits
 from support.conversation_support import open_llama
-from support.tools.skipping_run import ggml_get_name
 
 pytestmark = pytest.mark.core
+
+ggml_get_name = libggml.ggml_get_name
+ggml_get_name.restype, ggml_get_name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
 
 TOKENS = [3 + i * 7 % 250 for i in range(400)]
 NARROW = "mixed:cold=q8_0,threshold=32,group=8,sinks=4"

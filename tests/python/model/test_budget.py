@@ -70,20 +70,19 @@ def test_several_sequences(n_seq: int, unified: bool) -> None:
         Llama(model_path(), kv="mixed:budget=99999", **options)  # type: ignore[arg-type]
 
 
-def test_many_sequences_share_less_before_their_windows_get_shorter() -> None:
+def test_many_sequences_have_shorter_windows() -> None:
     shape = shape_of(model_path())
     with pytest.raises(ValueError, match="raise the budget") as refused:
         MixedKVConfig.for_budget(shape, 8192, 1, n_seq=20)
     least = int(str(refused.value).split("takes ")[1].split()[0])
     wanted = (1, 1.05, 1.15, 1.43)
     chosen = [MixedKVConfig.for_budget(shape, 8192, round(least * x), n_seq=20) for x in wanted]
-    assert [kv.window.threshold for kv in chosen] == [0, 32, 64, 64]
-    assert chosen[1].hot_budget < chosen[2].hot_budget  # type: ignore[operator]
-    assert chosen[3].hot_budget == "auto"
-    assert [footprint(shape, kv, 8192, 20).bytes / least for kv in chosen] == [
-        1.0,
-        *(pytest.approx(x, rel=0.03) for x in wanted[1:]),
-    ]
+    windows = [kv.window.threshold for kv in chosen]
+    assert windows == sorted(windows)
+    assert (windows[0], windows[-1]) == (0, 64)
+    assert all(
+        footprint(shape, kv, 8192, 20).bytes <= x * least for kv, x in zip(chosen, wanted, strict=True)
+    )
 
 
 def layers_of(head: int, n: int) -> ModelShape:
@@ -98,13 +97,13 @@ def test_bits_go_to_keys_then_to_values_then_to_the_window() -> None:
         return MixedKVConfig.for_budget(shape, 8192, int(bits * element), sink_tokens=2)
 
     assert str(chosen(4.38)) == "mixed:cold_k=lm4,cold_v=tc3,sinks=2,layers=2-3:q5_0/tc3"
-    assert str(chosen(5.5)) == "mixed:cold_k=q5_1,cold_v=lm4,sinks=2"
+    assert str(chosen(5.5)) == "mixed:cold_k=q5_0,cold_v=lm4,sinks=2,layers=3:q8_0/lm4"
     assert chosen(6.68).types_of(0) == ("q8_0", "lm4")
     assert chosen(8.8).types_of(3) == (FINEST, FINEST)
     assert chosen(8.8).window.threshold < chosen(10).window.threshold < chosen(14).window.threshold
     assert chosen(16) == UniformKV()
     odd = MixedKVConfig.for_budget(layers_of(96, 4), 8192, int(1.5 * 4.8 * element))
-    assert odd.types_of(1) == ("iq4_nl", "iq4_nl"), "heads that lm4 does not divide"
+    assert odd.types_of(1) == ("q4_0", "q4_0"), "heads that lm4 does not divide"
     wide = MixedKVConfig.for_budget(shape, 8192, int(4.2 * element), quantization_threshold=512)
     assert wide.window.threshold == 256  # 512 does not fit, half of it does
 
@@ -129,7 +128,7 @@ def test_the_errors_of_the_ladder() -> None:
     tokens = list(range(3, 403))
     rows = {}
     for kv in (
-        "mixed:threshold=400,group=400,hot_budget=all",
+        "mixed:threshold=400,group=400",
         *(f"mixed:cold={name},threshold=0,sinks=0" for name in LADDER),
     ):
         with Llama(model_path(), kv=kv, n_ctx=1024, n_threads=1, verbose=False) as llm:
@@ -154,19 +153,19 @@ def test_a_budget_is_settled_before_it_is_used() -> None:
 
 def test_bits_go_to_the_keys_of_deep_layers_first() -> None:
     shape = layers_of(64, 4)
-    kv = parse_kv("mixed:bits=3.5,threshold=128")
-    assert str(kv) == "mixed:threshold=128,bits=3.5"
-    with pytest.raises(ValueError, match=r"bits=3\.5: its value depends on the model"):
+    kv = parse_kv("mixed:budget=3.5bit,threshold=128")
+    assert str(kv) == "mixed:threshold=128,budget=3.5bit"
+    with pytest.raises(ValueError, match=r"budget=3\.5bit: its value depends on the model"):
         kv.native()
     assert settle(kv, shape, 512) == parse_kv("mixed:cold=tc3,threshold=128,layers=2-3:lm4/tc3")
-    assert settle(parse_kv("mixed:bits=3.25"), shape, 512) == parse_kv("mixed:cold=tc3")
-    assert settle(parse_kv("mixed:bits=8.5"), shape, 512) == parse_kv("mixed:cold=q8_0")
-    with pytest.raises(ValueError, match=r"bits=3: the coarsest types take 3\.25 in this model"):
-        settle(parse_kv("mixed:bits=3"), shape, 512)
+    assert settle(parse_kv("mixed:budget=3.25bit"), shape, 512) == parse_kv("mixed:cold=tc3")
+    assert settle(parse_kv("mixed:budget=8.5bit"), shape, 512) == parse_kv("mixed:cold=q8_0")
+    with pytest.raises(ValueError, match=r"budget=3bit: the coarsest types take 3\.25 bits in this model"):
+        settle(parse_kv("mixed:budget=3bit"), shape, 512)
 
 
 def test_bits_of_a_llama() -> None:
-    with Llama(model_path(), kv="mixed:bits=4", n_ctx=256, verbose=False) as llm:
+    with Llama(model_path(), kv="mixed:budget=4bit", n_ctx=256, verbose=False) as llm:
         chosen = llm.kv.config
         assert isinstance(chosen, MixedKVConfig)
         types = [name for il in range(6) for name in chosen.types_of(il)]
@@ -177,12 +176,10 @@ def test_bits_of_a_llama() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("mixed:bits=few", "bits=few is not a number"),
-        ("mixed:bits=0.5", r"bits=0\.5: use a number such as 3\.5"),
-        ("mixed:bits=4,cold=q8_0", "bits=4.0 chooses the cold types"),
-        ("mixed:bits=4,budget=2GiB", "both choose the cold types: use one"),
+        ("mixed:budget=fewbit", "budget=fewbit: use 1bit to 16bit, as 4.5bit"),
+        ("mixed:budget=0.5bit", r"budget=0\.5bit: use 1bit"),
+        ("mixed:budget=4bit,cold=q8_0", "budget=4bit chooses the cold types"),
         ("mixed:budget=much", "budget='much' is not a size: use e.g. 2GiB"),
-        ("mixed:budget=0", "budget='0' is not a size"),
         (
             "mixed:budget=2GiB,cold=q8_0",
             "chooses the cold types: leave cold and layers out",
@@ -201,7 +198,7 @@ def test_a_gpu_has_no_types_of_its_own() -> None:
     held = footprint(shape, parse_kv("mixed:cold=q4_0"), 4096)
     assert held.view
     kv = parse_kv(f"mixed:budget={held.bytes + held.view}")
-    assert str(settle(kv, shape, 4096, on_cpu=False)) == "mixed:cold=iq4_nl"
+    assert str(settle(kv, shape, 4096, on_cpu=False)) == "mixed"
     kv = parse_kv(f"mixed:budget={held.bytes}")
     assert "tc3" in str(settle(kv, shape, 4096))
     with pytest.raises(ValueError, match="the smallest cache takes"):  # there attention merges, with a view

@@ -15,7 +15,9 @@ from support import zoo
 from support.harness import prompt
 from support.served_models import N_NEW, N_TURN, Answered, Served, converse, in_new_process, questions
 
-MIXED = "mixed:hot_budget=all"
+WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
+
+MIXED = "mixed"
 F16_ONLY = ("mamba", "rwkv7")
 KINDS = [(name, "f16" if name in F16_ONLY else MIXED) for name in zoo.KINDS if name != "bert"]
 SENSITIVE = ("gemma4",)  # its random weights make a hundred times more of a rounding, in F16 too

@@ -39,7 +39,7 @@ def test_fewer_bits_than_q4_0_do_less(fixture: str, request: pytest.FixtureReque
 
 def test_a_bit_less_than_q4_0_does_half(real_model: Path, tmp_path: Path) -> None:
     """On code, where tc3 alone does not."""
-    q4_0, mixed = divergences(real_model, tmp_path, "q4_0", "mixed:bits=3.5", text="code")
+    q4_0, mixed = divergences(real_model, tmp_path, "q4_0", "mixed:budget=3.5bit", text="code")
     assert mixed < 0.5 * q4_0
 
 

@@ -46,7 +46,7 @@ def options(files: dict[str, Path]) -> list[str]:
     return [
         *("--model", f"base={model_path()}", "--model", str(files["second"])),
         *("--lora", f"odd={files['odd']}", "--lora", f"even={files['even']}@0.5"),
-        *("--kv", "mixed:hot_budget=all", "--parallel", "4"),
+        *("--kv", "mixed", "--parallel", "4"),
         *("--n-ctx", "2048", "--model-n-ctx", "second=1024", "--model-n-ctx", "even=512"),
     ]
 

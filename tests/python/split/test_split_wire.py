@@ -101,7 +101,7 @@ def _beside(parts: Exported, kv: str, precision: str, cases: list[_Case]) -> _Fo
     return _Found(same, float(kld.mean()), float(kld.max()), float(np.concatenate(first).mean()))
 
 
-@pytest.mark.parametrize("kv", ["f16", "mixed:threshold=32,group=8,rounding=16"])
+@pytest.mark.parametrize("kv", ["f16", "mixed:threshold=32,group=8"])
 @pytest.mark.nightly
 def test_answers_of_a_real_model(halves: tuple[Path, Exported], kv: str) -> None:
     path, parts = halves

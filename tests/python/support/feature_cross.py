@@ -268,7 +268,7 @@ class Bench:
 
 
 def _kv(features: frozenset[str]) -> str:
-    kv = "mixed:cold=q8_0,threshold=32,group=16,hot_budget=all" if features & {"mixed", "sparse"} else "f16"
+    kv = "mixed:cold=q8_0,threshold=32,group=16" if features & {"mixed", "sparse"} else "f16"
     if "uniform" in features:
         kv = "q8_0"
     if "sparse" in features:

@@ -20,17 +20,16 @@ import numpy as np
 import pytest
 from llama_cpp import _logger
 
+from support.hidden import hidden
+
 _logger.set_verbose(False)
 
 TYPES = {  # enum ggml_type
     "f32": 0,
     "f16": 1,
     "q4_0": 2,
-    "q4_1": 3,
     "q5_0": 6,
-    "q5_1": 7,
     "q8_0": 8,
-    "iq4_nl": 20,
     "lm4": 38,
     "tc3": 36,
 }
@@ -164,15 +163,17 @@ class Ctx:
                 sink_tokens=kv.sinks,
                 attention=kv.attention,
                 n_draft=kv.draft,
-                equalize=kv.equalize,
                 hot_budget=kv.budget,
-                rounding=kv.rounding,
                 layers=[(first, last, TYPES[k], TYPES[v]) for first, last, k, v in kv.layers],
             )
             _core.configure_next(config)
         self._abort: Any = None  # keeps the callback alive
         self.abort_calls = 0
-        self.ptr: Any = llama_cpp.llama_init_from_model(model.ptr, params)
+        variables = (
+            {"equalize": str(int(kv.equalize)), "rounding": str(kv.rounding)} if isinstance(kv, Mixed) else {}
+        )
+        with hidden(**variables):
+            self.ptr: Any = llama_cpp.llama_init_from_model(model.ptr, params)
         if not self.ptr:
             message = ""
             if isinstance(kv, Mixed):
@@ -378,11 +379,6 @@ class Ctx:
         from mixedkv import _core
 
         _core.set_window(self.address, threshold, group, sinks)
-
-    def limit_window(self, threshold: int) -> None:
-        from mixedkv import _core
-
-        _core.limit_window(self.address, threshold)
 
 
 # --- measures ---

@@ -28,7 +28,7 @@ from support.patience import PATIENCE
 from support.served_models import Served, converse, questions
 
 COLUMNS = ("mixed", "fused", "export", "moved", "store", "reuse", "chunks")
-MIXED = "mixed:hot_budget=all"
+MIXED = "mixed"
 CHUNK = 32  # tokens
 TOKENS, NEXT = prompt(150, seed=3), prompt(30, seed=4)
 

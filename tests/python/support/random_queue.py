@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from mixedkv._core import HotWindow
 from mixedkv.config.cut_rule import CutRule
-from mixedkv.config.hot_window import HotWindow
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.schedule.tenant_limits import TenantLimits

@@ -26,6 +26,7 @@ from mixedkv.engine.jobs.events import Done, Failed
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.request import Request
+from support.hidden import hidden
 from support.patience import PATIENCE, wait_for
 from support.prefork import Forked
 
@@ -190,16 +191,17 @@ class Direct:
     def __init__(
         self,
         *,
-        kv: str = "mixed:hot_budget=all",
+        kv: str = "mixed",
         n_ctx: int = 2048,
         parallel: int = 4,
         idle: int = 4,
         **options: Any,
     ):
-        self.llm = Llama(
-            model_path(), kv=kv, n_ctx=n_ctx, n_seq_max=parallel + idle, kv_unified=True, n_threads=1,
-            n_threads_batch=1, n_batch=256, verbose=False,
-        )  # fmt: skip
+        with hidden(hot_budget="all"):  # each sequence has its window
+            self.llm = Llama(
+                model_path(), kv=kv, n_ctx=n_ctx, n_seq_max=parallel + idle, kv_unified=True, n_threads=1,
+                n_threads_batch=1, n_batch=256, verbose=False,
+            )  # fmt: skip
         self.engine = Engine(self.llm, parallel=parallel, **options)
 
     def __enter__(self) -> Direct:

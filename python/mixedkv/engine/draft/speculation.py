@@ -4,7 +4,7 @@ the sampler chooses are accepted.
 At each draft the answer's own sampler chooses from the logits there, as it would without drafts, and
 continues as long as it chooses the draft. So the distribution is the model's, a seed gives the same choices,
 and penalties, constraints and stop strings never see a rejected draft. The rows of rejected drafts are
-removed, which leaves no trace for as many drafts as the cache is made for (`n_draft`).
+removed, which leaves no trace: windows hold their F16 rows that much longer.
 
 A draft is made if it is worth its time: if its chance of being accepted, divided by its share of a step's
 time, is better than the rate without it. Both are measured. With many running answers the time of a step is
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mixedkv.config import MixedKVConfig
+from mixedkv import _core
 from mixedkv.engine.draft.draft_model import DraftModel
 from mixedkv.engine.draft.mtp_head import MtpHead
 from mixedkv.engine.jobs.drafter import Drafter
@@ -27,7 +27,7 @@ from mixedkv.engine.schedule.request import SpeculationMode
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 
-_MOST = 16  # maximum drafts of an answer in a step, if the cache sets no limit
+_MOST = _core.DRAFTS_KEPT  # maximum drafts of an answer in a step
 _DECAY = 0.95  # weight of earlier steps at each new one
 _WEIGHTS = 8  # initial estimate of the time to read the weights, in tokens' worth of time
 _DOUBT = 0.1  # weight of the initial estimate, in drafts squared
@@ -266,15 +266,10 @@ class Speculation:
 
 def _most(llm: Llama) -> int:
     """The maximum number of drafts of an answer in a step: those that can be removed without a trace."""
-    config = llm.kv.config
-    most = min(_MOST, config.n_draft) if isinstance(config, MixedKVConfig) else _MOST
-    return most if llm.kv.can_cut else min(most, _llama_cpp.n_rollback(llm))
+    return _MOST if llm.kv.can_cut else min(_MOST, _llama_cpp.n_rollback(llm))
 
 
 def _why_off(llm: Llama) -> str:
-    config = llm.kv.config
-    if isinstance(config, MixedKVConfig) and config.n_draft < 1:
-        return "n_draft=0: drafts that are rejected would shorten the F16 window"
     if _most(llm) < 1:
         return (
             "recurrent layers keep a state of the whole sequence: drafts can be taken back with n_rs_seq only"

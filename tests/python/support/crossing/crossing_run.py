@@ -21,14 +21,14 @@ from support import zoo
 from support.crossing.plans import Player, Step, random_plan
 from support.crossing.subject import EXPERTS, Setup, Subject, model_file
 
-EIGHT = "mixed:cold=q8_0,threshold=24,group=8,sinks=3,hot_budget=all"
+EIGHT = "mixed:cold=q8_0,threshold=24,group=8,sinks=3"
 KINDS = (
     "f16",
     EIGHT,
     "q8_0",
-    "mixed:threshold=24,group=8,sinks=3,hot_budget=all",
-    "mixed:cold=lm4,threshold=24,group=8,sinks=3,hot_budget=all",
-    "mixed:cold=q8_0,threshold=24,group=8,sinks=3",
+    "mixed:threshold=24,group=8,sinks=3",
+    "mixed:cold=lm4,threshold=24,group=8,sinks=3",
+    f"{EIGHT},attention=fused",  # whose sequences take F16 rows from each other
 )
 RECURRENT = ("mamba", "rwkv7")
 FAMILIES = ("deep", *zoo.SUPPORTED, *zoo.MORE, *RECURRENT)

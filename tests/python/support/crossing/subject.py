@@ -19,6 +19,7 @@ from mixedkv.model.smollm2 import smollm2_f16
 from support import zoo
 from support.crossing.lineage import Lineage, Reference, evaluate, pos_max, window_of
 from support.harness import rel_rms
+from support.hidden import hidden
 
 N_SEQ, N_CTX, MOST = 3, 1152, 330  # a sequence has MOST tokens: all have room in one pool and in streams
 
@@ -64,7 +65,7 @@ class Setup:
     @property
     def shares_window(self) -> bool:
         """Sequences take F16 rows from each other."""
-        return self.kv.startswith("mixed") and "hot_budget=all" not in self.kv
+        return self.kv.endswith("attention=fused")
 
     def __str__(self) -> str:
         flags = [name for name in ("streamed", "unified", "swa_full") if getattr(self, name)]
@@ -84,7 +85,7 @@ def opened(path: Path, setup: Setup, **options: Any) -> Llama:
         "logits_all": True,
         "verbose": False,
     }
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), hidden(hot_budget="" if setup.shares_window else "all"):
         warnings.simplefilter("ignore")
         return Llama(path, kv=setup.kv, **{**shape, **options})
 

@@ -1,4 +1,4 @@
-#include "rows/turns.h"
+#include "rows/rope-angles.h"
 
 #include "llama-cparams.h"
 #include "llama-model.h"
@@ -98,13 +98,13 @@ std::vector<float> llama_kv_rope::compute(llama_pos first) const {
     return res;
 }
 
-void llama_kv_take_bias(float * row, int64_t n_embd_head, const llama_kv_scales & scales, const float * turns, float sign) {
+void llama_kv_subtract_bias(float * row, int64_t n_embd_head, const llama_kv_scales & scales, const float * angles, float sign) {
     const size_t n_pairs = scales.pairs.size()/2;
     const size_t n_head  = scales.k.size()/n_embd_head;
 
     for (size_t i = 0; i < n_pairs; ++i) {
-        const float c = sign*turns[2*i];
-        const float s = sign*turns[2*i + 1];
+        const float c = sign*angles[2*i];
+        const float s = sign*angles[2*i + 1];
         for (size_t h = 0; h < n_head; ++h) {
             const float * b    = scales.bias.data() + 2*(i*n_head + h);
             float *       head = row + h*n_embd_head;
@@ -116,10 +116,10 @@ void llama_kv_take_bias(float * row, int64_t n_embd_head, const llama_kv_scales 
 }
 
 //
-// llama_kv_turns
+// llama_kv_rope_angles
 //
 
-void llama_kv_turns::add(const llama_model & model, uint32_t il, const llama_kv_scales * scales) {
+void llama_kv_rope_angles::add(const llama_model & model, uint32_t il, const llama_kv_scales * scales) {
     layers.push_back({ scales, 0, {} });
     if (!scales || scales->pairs.empty()) {
         return;
@@ -152,7 +152,7 @@ void llama_kv_turns::add(const llama_model & model, uint32_t il, const llama_kv_
     }
 }
 
-void llama_kv_turns::alloc(uint32_t n_cells, uint32_t n_stream) {
+void llama_kv_rope_angles::alloc(uint32_t n_cells, uint32_t n_stream) {
     if (groups.empty()) {
         return;
     }
@@ -181,7 +181,7 @@ void llama_kv_turns::alloc(uint32_t n_cells, uint32_t n_stream) {
             mixedkv::attention_pair pair;
             pair.first   = scales->pairs[i];
             pair.second  = scales->pairs[i + 1];
-            pair.lacking = scales->bias.data() + i*(scales->bias.size()/scales->pairs.size());
+            pair.subtracted_bias = scales->bias.data() + i*(scales->bias.size()/scales->pairs.size());
             pair.cosines = row(g, j);
             pair.sines   = row(g, j + 1);
             layer.pairs.push_back(pair);
@@ -189,7 +189,7 @@ void llama_kv_turns::alloc(uint32_t n_cells, uint32_t n_stream) {
     }
 }
 
-void llama_kv_turns::update(const llama_model & model, const llama_cparams & cparams, uint32_t strm, const llama_kv_cells & cells) {
+void llama_kv_rope_angles::update(const llama_model & model, const llama_cparams & cparams, uint32_t strm, const llama_kv_cells & cells) {
     for (uint32_t i = 0; !groups.empty() && i < cells.used_max_p1(); ++i) {
         const size_t cell = size_t(strm)*n_cells + i;
         if (cells.is_empty(i) || cells.pos_get(i) == pos[cell]) {
@@ -201,15 +201,15 @@ void llama_kv_turns::update(const llama_model & model, const llama_cparams & cpa
             if (!g.rope) {
                 g.rope = std::make_unique<llama_kv_rope>(model, cparams, g.il, g.pairs);
             }
-            const float * turns = g.rope->at(pos[cell]);
+            const float * angles = g.rope->at(pos[cell]);
             for (size_t j = 0; j < g.pairs.size(); ++j) {
-                row(g, j)[cell] = turns[j];
+                row(g, j)[cell] = angles[j];
             }
         }
     }
 }
 
-void llama_kv_turns::alloc_tensors(
+void llama_kv_rope_angles::alloc_tensors(
         const std::vector<ggml_backend_buffer_type_t> & bufts, const std::vector<uint32_t> & n_embd_head, int rotation) {
     for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
         auto & layer = layers[ikv];
@@ -228,14 +228,14 @@ void llama_kv_turns::alloc_tensors(
         }
 
         std::vector<float> data(n_rows*n_embd, 0.0f);
-        std::vector<float> turns(2*layer.pairs.size());
-        for (size_t i = 0; i < turns.size(); ++i) {
+        std::vector<float> angles(2*layer.pairs.size());
+        for (size_t i = 0; i < angles.size(); ++i) {
             const size_t j = (layer.pairs[i/2].cosines - this->data.data())/stride + i % 2;
 
             std::vector<float> x(n_embd, 0.0f);
-            std::fill(turns.begin(), turns.end(), 0.0f);
-            turns[i] = 1.0f;
-            llama_kv_take_bias(x.data(), n_embd_head[ikv], *layer.scales, turns.data(), -1.0f);
+            std::fill(angles.begin(), angles.end(), 0.0f);
+            angles[i] = 1.0f;
+            llama_kv_subtract_bias(x.data(), n_embd_head[ikv], *layer.scales, angles.data(), -1.0f);
             for (int64_t c = 0; c < n_embd; ++c) {
                 x[c] *= layer.scales->k[c];
             }
@@ -252,13 +252,13 @@ void llama_kv_turns::alloc_tensors(
     }
 }
 
-void llama_kv_turns::get_position(llama_pos pos, float * out) {
+void llama_kv_rope_angles::get_position(llama_pos pos, float * out) {
     for (auto & g : groups) {
         out = std::copy_n(g.rope->at(pos), g.pairs.size(), out);
     }
 }
 
-void llama_kv_turns::get_cells(uint32_t s0, ggml_tensor * dst) const {
+void llama_kv_rope_angles::get_cells(uint32_t s0, ggml_tensor * dst) const {
     std::vector<float> out(ggml_nelements(dst));
 
     for (int64_t s = 0; s < dst->ne[2]; ++s) {
@@ -273,12 +273,12 @@ void llama_kv_turns::get_cells(uint32_t s0, ggml_tensor * dst) const {
     ggml_backend_tensor_set(dst, out.data(), 0, ggml_nbytes(dst));
 }
 
-ggml_tensor * llama_kv_turns::build_lacking(ggml_context * ctx, size_t ikv, ggml_tensor * turns) const {
+ggml_tensor * llama_kv_rope_angles::build_subtracted_bias(ggml_context * ctx, size_t ikv, ggml_tensor * angles) const {
     if (!layers[ikv].tensor) {
         return nullptr;
     }
 
-    ggml_tensor * res = ggml_mul_mat(ctx, layers[ikv].tensor, ggml_reshape_2d(ctx, turns, turns->ne[0], turns->ne[1]*turns->ne[2]));
+    ggml_tensor * res = ggml_mul_mat(ctx, layers[ikv].tensor, ggml_reshape_2d(ctx, angles, angles->ne[0], angles->ne[1]*angles->ne[2]));
     ggml_prec_set_acc(res, GGML_PREC_F32);
 
     return res;

@@ -35,11 +35,11 @@ private:
     std::map<llama_pos, std::vector<float>> chunks; // of positions, by the first
 };
 
-// takes from a row of K, as the model computes it, what it shall lack with these turns [n_pairs, 2]; sign -1: puts it back
-void llama_kv_take_bias(float * row, int64_t n_embd_head, const llama_kv_scales & scales, const float * turns, float sign = 1.0f);
+// takes from a row of K, as the model computes it, what it shall lack with these angles [n_pairs, 2]; sign -1: puts it back
+void llama_kv_subtract_bias(float * row, int64_t n_embd_head, const llama_kv_scales & scales, const float * angles, float sign = 1.0f);
 
 // Of the cells of a cache: layers whose RoPE is the same share them.
-class llama_kv_turns {
+class llama_kv_rope_angles {
 public:
     // for each layer of the cache, in order; scales live as long as this
     void add(const llama_model & model, uint32_t il, const llama_kv_scales * scales);
@@ -55,23 +55,23 @@ public:
     void update(const llama_model & model, const llama_cparams & cparams, uint32_t strm, const llama_kv_cells & cells);
 
     //
-    // for graphs that add what is lacking by themselves
+    // for graphs that add the subtracted bias by themselves
     //
 
     // tensors by which that is multiplied: on the devices of the layers, in the basis in which rows are stored
     void alloc_tensors(const std::vector<ggml_backend_buffer_type_t> & bufts, const std::vector<uint32_t> & n_embd_head, int rotation);
 
     // cosines and sines of all pairs
-    uint32_t n_turns() const { return n_rows; }
+    uint32_t n_angles() const { return n_rows; }
 
-    // [n_turns] floats of a position, which some cell has
+    // [n_angles] floats of a position, which some cell has
     void get_position(llama_pos pos, float * out);
 
-    // F32 [n_turns, n, n_stream] of the first n cells, from stream s0 on
+    // F32 [n_angles, n, n_stream] of the first n cells, from stream s0 on
     void get_cells(uint32_t s0, ggml_tensor * dst) const;
 
-    // F32 [n_embd_k_gqa, n], what rows with these turns [n_turns, n] lack; nullptr: nothing
-    ggml_tensor * build_lacking(ggml_context * ctx, size_t ikv, ggml_tensor * turns) const;
+    // F32 [n_embd_k_gqa, n], what rows with these angles [n_angles, n] lack; nullptr: nothing
+    ggml_tensor * build_subtracted_bias(ggml_context * ctx, size_t ikv, ggml_tensor * angles) const;
 
 private:
     // pairs that the same RoPE turns
@@ -87,7 +87,7 @@ private:
         size_t                  group;
         std::vector<mixedkv::attention_pair> pairs;
 
-        ggml_tensor * tensor = nullptr; // F32 [n_turns, n_embd_k_gqa]
+        ggml_tensor * tensor = nullptr; // F32 [n_angles, n_embd_k_gqa]
     };
 
           float * row(const group & g, size_t i)       { return data.data() + (g.first + i)*stride; }
