@@ -70,7 +70,7 @@ class ReuseRow(Row):
         description='where the rows are from: `"alone"`, `"bos"` (BOS and the passage), or a `"conversation"`'
     )
     method: Literal["full", "none", "seam", "cacheblend", "query"] = Field(
-        description='`"full"` evaluates the prompt; otherwise how seams are repaired, see docs/chunks.md'
+        description='`"full"` evaluates the prompt; otherwise how seams are repaired, see docs/passages.md'
     )
     ratio: float = Field(description="share of the reused tokens that the method chooses")
     overlap_k: int = Field(description="tokens of each seam that are evaluated")

@@ -17,11 +17,10 @@ PAGES = [
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("quickstart", "choosing-a-cache", "engine", "chunks", "server")
+        for name in ("quickstart", "choosing-a-cache", "python", "passages", "store", "streaming")
     ),
-    *sorted(each for each in (ROOT / "docs" / "how-to").glob("*.md") if each.stem != "agents"),
 ]
-CONTINUED = ("engine", "chunks")  # each piece goes on where the one before it ended
+CONTINUED = ("python", "passages")  # each piece goes on where the one before it ended
 WRONG = {  # what an editor has to show; if it does not, neither would it in a page
     'from mixedkv import Llama\nLlama("model.gguf", n_cxt=512)\n': "n_cxt",
     'from mixedkv import Llama\nLlama("model.gguf")("Hello", max_token=8)\n': "max_token",

@@ -1,4 +1,4 @@
-"""Continues chats without evaluating their history again: `MessageCache`. See docs/conversations.md."""
+"""Continues chats without evaluating their history again: `MessageCache`. See docs/chats.md."""
 
 from mixedkv.chat.message_cache import ChatResult, ChatUsage, MessageCache
 

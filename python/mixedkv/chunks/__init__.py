@@ -1,4 +1,4 @@
-"""Reuses passages of a prompt that were computed in other prompts: `ChunkCache`. See docs/chunks.md."""
+"""Reuses passages of a prompt that were computed in other prompts: `ChunkCache`. See docs/passages.md."""
 
 from mixedkv.chunks.chunk_cache import ChunkCache
 from mixedkv.chunks.chunk_reuse import ChunkReuse

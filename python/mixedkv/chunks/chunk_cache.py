@@ -69,7 +69,7 @@ class ChunkCache:
     >>> reuse = cache.prefill(prompt)  # llm goes on from here: llm.sample(), llm.generate(...)
 
     Args:
-        llm: the `Llama`; docs/chunks.md lists supported models and settings.
+        llm: the `Llama`; docs/passages.md lists supported models and settings.
         store: the store that rows come from; approximate rows are never stored.
         **options: of `ChunkOptions`: repair, ratio, chunk_size, max_kld, check, ...
 

@@ -28,7 +28,7 @@ Heads: TypeAlias = dict[Tensor, Floats]  # rows [n, heads, head size]
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Upper bounds for the errors of sound rows, per head; docs/chunks.md has measurements of sound and
+    """Upper bounds for the errors of sound rows, per head; docs/benchmarks.md has measurements of sound and
     damaged rows.
 
     Args:

@@ -1,5 +1,5 @@
 """Continuous batching on one context, without HTTP: many prompts are answered at once, and a beginning that
-they share is evaluated once. See docs/engine.md.
+they share is evaluated once. See docs/python.md.
 """
 
 from mixedkv.engine.answer import Answer

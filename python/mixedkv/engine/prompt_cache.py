@@ -64,7 +64,7 @@ class PromptCache:
     Args:
         llm: used by the cache alone until the cache is closed; left open then.
         store: keeps KV, also for the next process; closed with the cache. None keeps KV in the context only.
-        reuse: "chunks" also reuses passages of other prompts, see docs/chunks.md; without a store they are
+        reuse: "chunks" also reuses passages of other prompts, see docs/passages.md; without a store they are
             kept in memory.
         **options: of `Engine`: parallel, exact_only, ...
 

@@ -1,4 +1,4 @@
-"""Many replicas on Ray Serve: `serve run mixedkv.ray:app`. docs/fleet.md says how.
+"""Many replicas on Ray Serve: `serve run mixedkv.ray:app`. docs/many-machines.md says how.
 
 prefix       what of a request decides where its KV lies
 placing      which replica that is: the most of its prompt there, the least work before it

@@ -4,7 +4,7 @@ endian) and a batch of events in MessagePack.
 A block of 16 tokens is named by the first 8 bytes, big endian, of SHA-256 over the name of the block before
 it (32 bytes) and its tokens (int32, little endian). The name before the first block is SHA-256 of "mixedkv kv
 events\\n" and the tenant. A new listener is told everything: `AllBlocksCleared`, then `BlockStored` for all
-blocks. Each model has a topic of its own. See docs/fleet.md for what routers do with it.
+blocks. Each model has a topic of its own. See docs/many-machines.md for what routers do with it.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from mixedkv.limits import INT32_MAX, MAX_SEQUENCES
 
 
 class SplitSettings(DoorSettings):
-    """Everything `mixedkv split serve` can be told; docs/split.md says what each is.
+    """Everything `mixedkv split serve` can be told; docs/reference/cli.md says what each is.
 
     Raises:
         ValueError: a value is out of range or does not go with another; the message names the field.

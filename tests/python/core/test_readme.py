@@ -1,4 +1,4 @@
-"""The Python of README, the quickstart, how-tos, concepts, notebooks and some guides runs as it stands there.
+"""The Python of README, of the pages and of notebooks runs as it stands there.
 
 Each piece has a process and a folder of its own; those marked `py` are outlines, which need a server.
 `model.gguf` is the bundled model, and the server is one for all of them.
@@ -24,13 +24,11 @@ from support.server_support import Server, running
 DOCS = REPOSITORY / "docs"
 PAGES = [
     REPOSITORY / "README.md",
-    *(DOCS / f"{name}.md" for name in ("quickstart", "choosing-a-cache", "coming-from")),
-    *(DOCS / f"{name}.md" for name in ("conversations", "frameworks", "store", "streaming")),
-    *sorted((DOCS / "how-to").glob("*.md")),
-    *sorted((DOCS / "concepts").glob("*.md")),
+    *(DOCS / f"{name}.md" for name in ("quickstart", "choosing-a-cache", "clients", "coming-from")),
+    *(DOCS / f"{name}.md" for name in ("chats", "store", "streaming")),
     *sorted((DOCS / "examples").glob("*.ipynb")),
 ]
-CONTINUED = [DOCS / "engine.md", DOCS / "chunks.md"]  # each piece goes on where the one before it ended
+CONTINUED = [DOCS / "python.md", DOCS / "passages.md"]  # each piece goes on where the one before it ended
 
 
 def _pieces(page: Path) -> list[str]:

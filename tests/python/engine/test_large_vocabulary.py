@@ -113,7 +113,7 @@ def test_a_schema_is_followed(large: Path) -> None:
 
 
 def test_the_real_model_embeds_and_follows_a_schema(real_model_q4_1: Path) -> None:
-    """Its vocabulary has 49,152 tokens, so a slice has 341. The schema is that of docs/server.md."""
+    """Its vocabulary has 49,152 tokens, so a slice has 341. The schema is that of docs/server-fields.md."""
     options = {"n_threads": 2, "n_threads_batch": 2, "verbose": False}
     with Llama(real_model_q4_1, n_ctx=1024, kv="mixed", **options) as llm:  # type: ignore[arg-type]
         context = EmbeddingContext(llm, read_model_file(real_model_q4_1))

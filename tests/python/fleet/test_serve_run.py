@@ -1,4 +1,4 @@
-"""What docs/fleet.md has a newcomer type."""
+"""What docs/many-machines.md has a newcomer type."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SLOW = {  # Ray's own limits are for machines that have nothing else to do
 
 def documented() -> str:
     """The second of the two commands."""
-    lines = (Path(__file__).parents[3] / "docs/fleet.md").read_text().splitlines()
+    lines = (Path(__file__).parents[3] / "docs/many-machines.md").read_text().splitlines()
     return lines[lines.index("pip install 'mixedkv[ray]'") + 1]
 
 

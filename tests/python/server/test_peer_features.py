@@ -1,4 +1,4 @@
-"""docs/compared.md: what it says of this server is so, by the clients that people use."""
+"""docs/coming-from.md: what it says of this server is so, by the clients that people use."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def test_each_row_works() -> None:
 
 
 def test_the_page_has_these_rows() -> None:
-    page = (REPOSITORY / "docs" / "compared.md").read_text()
+    page = (REPOSITORY / "docs" / "coming-from.md").read_text()
     rows = re.findall(r"^\| (.+?) \| `(\w+)` \| yes \|", page, re.M)
     assert rows == [(row, client) for row, (client, _) in CHECKS.items()]

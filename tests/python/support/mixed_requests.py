@@ -72,7 +72,8 @@ class Mix:
     Args:
         bound: how far, in nats, the log-probability of a token may be from the fresh server's in an answer
             that is labelled exact. Where it is further, it may be twice as far as evaluations of the same
-            tokens in other steps are from each other: see "The same request again" in docs/server.md.
+            tokens in other steps are from each other: see "The same request again" in
+            docs/server-guarantees.md.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 PYTHONPATH=tests/python python -m support.peer_features URL MODEL
 
-prints "yes" or why not for any server that listens there. docs/compared.md has what four of them said.
+prints "yes" or why not for any server that listens there. docs/coming-from.md has what three of them said.
 """
 
 from __future__ import annotations

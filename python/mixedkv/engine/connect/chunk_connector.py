@@ -1,5 +1,5 @@
 """A `StoreConnector` that also finds passages of a prompt that were computed in other prompts, see
-docs/chunks.md.
+docs/passages.md.
 
 A sample of the answers is also evaluated exactly, a slice at a time, while the engine has nothing else to do.
 """

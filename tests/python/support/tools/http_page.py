@@ -6,6 +6,7 @@ python tests/python/support/tools/http_page.py > docs/reference/http.md
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,10 +21,11 @@ Every endpoint of `mixedkv serve` and the fields of its body. A running server h
 of each value, at `/openapi.json`. This page is made from the server's schema, by
 `python tests/python/support/tools/http_page.py > docs/reference/http.md`.
 
-What the fields do, and what the answers look like, is on the page of [the server](../server.md#endpoints).
+What the fields do, and what the answers look like, is on [its own page](../server-fields.md).
 Each field of OpenAI's API has a line in [its table](../openai-fields.md).
 """
 _METHODS = ("get", "post", "patch", "delete")
+_MANY = 5  # fields that a body has in common with one before it, and that are not repeated
 
 
 def page() -> str:
@@ -52,9 +54,20 @@ def _lines(schema: dict[str, Any]) -> Iterator[str]:
                 yield f"| `{method.upper()} {path}` | {_text(operations[method])} | {link} |"
     named = schema["components"]["schemas"]
     yield "\n## Bodies"
+    first: dict[str, str] = {}  # where a line stands already
     for name in [*bodies, *_parts(bodies, named)]:
         yield f"\n### {name}\n"
-        yield from _fields(named[name])
+        lines = dict(_fields(named[name]))
+        shared = Counter(first[line] for line in lines.values() if line in first)
+        again = [field for field, line in lines.items() if shared[first.get(line, "")] >= _MANY]
+        if new := [line for field, line in lines.items() if field not in again]:
+            yield from ("| field | type | |", "|---|---|---|", *new)
+        for other in dict.fromkeys(first[lines[field]] for field in again):
+            same = [field for field in again if first[lines[field]] == other]
+            but = [field for field in named[other]["properties"] if field not in same]
+            which = f"all but {_names(but)}" if len(but) < len(same) else _names(same)
+            yield f"\nAs in [{other}](#{other.lower()}): {which}."
+        first |= {line: name for line in lines.values() if line not in first}
 
 
 def _parts(bodies: list[str], named: dict[str, Any]) -> list[str]:
@@ -67,6 +80,10 @@ def _parts(bodies: list[str], named: dict[str, Any]) -> list[str]:
                 found.append(name)
                 waiting.append(name)
     return found
+
+
+def _names(fields: list[str]) -> str:
+    return ", ".join(f"`{field}`" for field in fields)
 
 
 def _body(operation: dict[str, Any]) -> str:
@@ -85,9 +102,8 @@ def _text(operation: dict[str, Any]) -> str:
     return _cell(text.split("\n\n")[0])
 
 
-def _fields(schema: dict[str, Any]) -> Iterator[str]:
-    yield "| field | type | |"
-    yield "|---|---|---|"
+def _fields(schema: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each field and its line of the table."""
     required = schema.get("required", [])
     for name, field in schema.get("properties", {}).items():
         notes = ["Required."] if name in required else []
@@ -95,7 +111,7 @@ def _fields(schema: dict[str, Any]) -> Iterator[str]:
             notes.append(f"Default: `{field['default']}`.")
         if field.get("description"):
             notes.append(_cell(field["description"]))
-        yield f"| `{name}` | {_type(field)} | {' '.join(notes)} |"
+        yield name, f"| `{name}` | {_type(field)} | {' '.join(notes)} |"
 
 
 def _type(field: dict[str, Any]) -> str:
