@@ -120,6 +120,7 @@ class MessageCache:
         self._session = None if session is None else check_session_id(session)
         self._sinks = _check_sinks(attention_sink_tokens, context_size(llm))
         self._exact_only = exact_only
+        self._made: set[str] = set()  # ids of answers, which are known though their entries were evicted
 
     def __enter__(self) -> MessageCache:
         return self
@@ -193,8 +194,14 @@ class MessageCache:
         known one ends is not known: not behind its end.
         """
         known = self._store.messages
-        ends = [(name, min(n_prompt, n)) for name in ids if known.entries(self._tenant, name)]
-        ends += [(new, n)] if new is not None else []
+        ends = [
+            (name, min(n_prompt, n))
+            for name in ids
+            if name in self._made or known.entries(self._tenant, name)
+        ]
+        if new is not None:
+            self._made.add(new)
+            ends.append((new, n))
         match = self._store.find(identity, self._llm.input_ids[:n], remote=False) if ends else None
         if match is not None:
             known.note(match, ends)

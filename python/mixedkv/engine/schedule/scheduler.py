@@ -345,9 +345,10 @@ class Scheduler(Generic[P]):
 
     def plan(self) -> StepPlan[P]:
         """Plan the next step: a token of every answer, and slices of prompts as the pace allows."""
-        step = StepPlan([Run(job, 1, chooses=True) for job in self.running if job.n_remaining == 1])
+        ready = [job for job in self.running if not job.is_loading]
+        step = StepPlan([Run(job, 1, chooses=True) for job in ready if job.n_remaining == 1])
         step.n_streams = len(step.runs)
-        prompts = self._by_turn([job for job in self.running if job.n_remaining > 1 and not job.is_loading])
+        prompts = self._by_turn([job for job in ready if job.n_remaining > 1])
         budget = self._pace.budget(step.n_streams, len(prompts))
         budget = min(budget, self._n_batch - step.n_streams)
         for job, n in zip(prompts, share(budget, [job.n_to_do for job in prompts]), strict=True):
