@@ -41,5 +41,6 @@ def parse_kv(kv: str | KVSetting) -> KVSetting:
     try:
         mixed, given = _core.parse_kv(kv.encode(errors="backslashreplace").decode())
     except ValueError as error:
-        raise ValueError(f"kv={kv!r}: {error}") from None
+        said, value = str(error), repr(kv)
+        raise ValueError(f"kv={said}" if said.startswith(value) else f"kv={value}: {said}") from None
     return MixedKVConfig(**given) if mixed else UniformKV(**given)

@@ -39,12 +39,14 @@ class Sizes:
         most: tokens of a sequence.
         longest: tokens of a prompt, which go on from what is there.
         n_batch: evaluated at once.
+        layers: so many of the first ones are compared; None: all.
     """
 
     n_ctx: int = 192
     most: int = 96
     longest: int = 40
     n_batch: int = 32
+    layers: int | None = None
 
 
 def opened(path: Path, kv: str, **options: Any) -> Llama:
@@ -63,10 +65,12 @@ def rows(llm: Llama, seq: int, n: int) -> Rows:
     return found
 
 
-def off(got: Rows, wanted: Rows) -> float:
-    """Return the largest relative error of a row that both have, in the same type."""
+def off(got: Rows, wanted: Rows, layers: int | None = None) -> float:
+    """Return the largest relative error of a row of the first layers that both have, in the same type."""
     worst = 0.0
     for key, table in wanted.items():
+        if layers is not None and key[0] >= layers:
+            continue
         both = [at for at in got[key] if at in table]
         if both:
             a, b = np.stack([got[key][at] for at in both]), np.stack([table[at] for at in both])
@@ -331,7 +335,7 @@ class Subject:
         """Compare the rows that are vouched for."""
         n = min(len(tokens), llm.kv.exact(seq, tokens))
         if n:
-            error = off(rows(llm, seq, n), self.fresh.rows(tokens[:n]))
+            error = off(rows(llm, seq, n), self.fresh.rows(tokens[:n]), self.sizes.layers)
             self.tally.n_rows += n
             self.tally.row = max(self.tally.row, error)
 
