@@ -24,10 +24,12 @@ BOUNDS = {
     "mixed:threshold=0,sinks=0,cold=q8_0": (0.03, 0.5),
     "mixed:threshold=16,group=8,sinks=4": (0.2, 0.6),
 }
-# Of Gemma's first four layers. Behind them its rows of random tokens, many of them short, are off by up to 5 for
-# no other reason than that the same tokens lie in other cells of an empty context. Its answers differ by up to 1.3
-# where their last token is evaluated alone: single columns of Q5_K and Q6_K are llama.cpp's (decision 049).
-GEMMA_BOUNDS = {"f16": (0.05, 1.5), "q8_0": (0.1, 1.5), "mixed": (0.3, 1.5)}
+# Of Gemma's first four layers, where they were .05, .07 and .11 at most. Further on its rows of random
+# tokens, many of them short, grow apart without a limit, for no other reason than the cells they lie in:
+# behind 300 tokens of another sequence by .6. Its answers differ by up to 1.3 where their last token is
+# evaluated alone: single columns of Q5_K and Q6_K are llama.cpp's (decision 049). Rows that lack some of what
+# they attended to are off by more.
+GEMMA_BOUNDS = {"f16": (0.15, 1.5), "q8_0": (0.15, 1.5), "mixed": (0.3, 1.5)}
 LAYOUTS = ((2, True), (4, True), (8, True), (3, False))  # sequences, and whether they share cells
 
 
