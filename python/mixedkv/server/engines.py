@@ -135,10 +135,11 @@ def _tell(state: ServerState, file: ModelFile) -> None:
     engine, embedder = state.engine, state.embedder
     words = engine.tokenizer
     state.kv = str(engine.llm.kv.config)
-    state.parallel, stats = engine.parallel, engine.llm.kv.stats()
-    state.size = (
-        f"{format_bytes(stats.bytes_total)}: {stats.bits_per_element:.1f} bits, {format_saving(stats.saving)}"
-    )
+    state.parallel = engine.parallel
+    with suppress(LookupError):  # encoders and recurrent models keep no rows
+        stats = engine.llm.kv.stats()
+        size, saving = format_bytes(stats.bytes_total), format_saving(stats.saving)
+        state.size = f"{size}: {stats.bits_per_element:.1f} bits, {saving}"
     state.chat_template = words.chat_template
     state.capabilities = capabilities(
         generates=state.generates,
