@@ -71,7 +71,7 @@ def test_experts_are_read_as_they_are_chosen(
         assert {"ffn_up_shexp", "ffn_up"} <= sizes.matrices  # what all tokens share, and the dense layer
     monkeypatch.setattr(streaming, "_SLACK", 0)
     monkeypatch.setattr(streaming, "compute_bytes", lambda *_: 0)
-    monkeypatch.setattr(streaming, "_cache_bytes", lambda *_: 0)
+    monkeypatch.setattr(streaming, "context_bytes", lambda *_: 0)
     monkeypatch.setattr(streaming, "_room", lambda _: kept + sizes.routed - 1)
     with _open(path, memory="1GiB") as llm:
         assert llm.streaming is not None
