@@ -12,7 +12,7 @@ import pytest
 
 from mixedkv.bundled import model_path
 from support.patience import PATIENCE
-from support.remote_servers import free_port
+from support.remote_servers import free_port, free_ports
 from support.server_support import Direct, running
 
 msgspec = pytest.importorskip("msgspec", reason="msgspec is not installed")
@@ -163,7 +163,7 @@ def test_a_server_tells_routers_what_it_holds() -> None:
 
 def test_each_model_tells_under_a_topic_of_its_own() -> None:
     """Who listens to one hears of no other's blocks."""
-    port = free_port()  # the second model has the next one
+    port = free_ports(2)  # the second model has the next one
     endpoint = f"tcp://127.0.0.1:{port}"
     options = [f"--model={name}={model_path()}" for name in ("one", "two")]
     options += ["--kv-events", endpoint, "--kv-events-topic", "kv@pod@{model}", "--n-ctx", "1024"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import random
 import socket
 import subprocess
 import threading
@@ -72,6 +73,19 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
+
+
+def free_ports(n: int) -> int:
+    """Return the first of `n` free ports in a row, below those that the system gives to connections."""
+    while True:
+        first = random.randrange(20_000, 32_000)
+        try:
+            for port in range(first, first + n):
+                with socket.socket() as one:
+                    one.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
 
 
 def listens(port: int) -> bool:
