@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import random
+import shutil
 import socket
 import subprocess
 import threading
