@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from mixedkv.config import KVSetting, MixedKVConfig, parse_kv
-from mixedkv.limits import CELLS
-from mixedkv.model.footprint import WINDOWED, ModelShape, Sliding, footprint
+from mixedkv.model.footprint import WINDOWED, ModelShape, Sliding, footprint, longest
 from mixedkv.model.gguf_file import ModelFile
 from mixedkv.model.settle import fit_window, settle
 from mixedkv.sizes import format_bytes
@@ -126,9 +125,9 @@ def fit(place: ContextPlace, kv: KVSetting | None) -> Fit:
         kv: the cache; None is "mixed", with coarser rows if only they give a context of 32,768 tokens.
     """
     chosen = kv or parse_kv("mixed")
-    n_ctx = _longest(place.most, partial(place.fits, chosen))
+    n_ctx = longest(place.most, partial(place.fits, chosen))
     if kv is None and n_ctx < place.enough and place.on_cpu and place.room is not None:
-        longer = _longest(place.enough, lambda n: _squeezed(place, n) is not None)
+        longer = longest(place.enough, lambda n: _squeezed(place, n) is not None)
         if longer > n_ctx and (squeezed := _squeezed(place, longer)) is not None:
             chosen, n_ctx = squeezed, longer
     n_ctx = max(n_ctx, min(_LEAST, place.most))
@@ -196,14 +195,3 @@ def _squeezed(place: ContextPlace, n_ctx: int) -> KVSetting | None:
         return place.settled(MixedKVConfig(budget=left), n_ctx)
     except ValueError:
         return None
-
-
-def _longest(most: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest number of tokens that fits, `most` or a multiple of `CELLS`; 0 if none does."""
-    if fits(most):
-        return most
-    low, high = 0, -(-most // CELLS)  # `low` fits, `high` does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * CELLS) else (low, middle)
-    return low * CELLS

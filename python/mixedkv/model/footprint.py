@@ -6,14 +6,14 @@ keeps no keys and values, and a layer with a sliding window has room for the win
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mixedkv import _core
 from mixedkv.config.row_types import type_bits
 from mixedkv.errors import UnsupportedModelError
-from mixedkv.limits import padded
+from mixedkv.limits import CELLS, padded
 from mixedkv.model.gguf_file import ModelFile, n_layers
 from mixedkv.model.sliding_layers import n_layers_with_rows, sliding_layers, sliding_window
 
@@ -192,19 +192,19 @@ def longest_context(
     Raises:
         ValueError: as `footprint` does.
     """
-    step = padded(1)
     most = shape.n_ctx_train or _MOST_TOKENS
+    return longest(most, lambda n: footprint(shape, kv, n, n_seq, sliding).bytes <= n_bytes)
 
-    def fits(n: int) -> bool:
-        return footprint(shape, kv, n, n_seq, sliding).bytes <= n_bytes
 
+def longest(most: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest number of tokens that fits, `most` or a multiple of `CELLS`; 0 if none does."""
     if fits(most):
         return most
-    low, high = 0, -(-most // step)  # in steps: `low` fits, `high` does not
+    low, high = 0, -(-most // CELLS)  # `low` fits, `high` does not
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle)
-    return low * step
+        low, high = (middle, high) if fits(middle * CELLS) else (low, middle)
+    return low * CELLS
 
 
 def cold_bytes(layer: LayerShape, kv: CacheSetting) -> int:
