@@ -37,7 +37,7 @@ from mixedkv.engine.prepare import fit, prepare
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.engine.schedule.observer import Observer
-from mixedkv.engine.schedule.pacing import Pace
+from mixedkv.engine.schedule.pacing import SLOWDOWN, Pace
 from mixedkv.engine.schedule.queue_room import QueueRoom
 from mixedkv.engine.schedule.request import Request, SpeculationMode
 from mixedkv.engine.schedule.scheduler import Scheduler
@@ -101,7 +101,7 @@ class Engine:
         *,
         parallel: int | None = None,
         max_queue: int = 256,
-        slowdown: float = 2.0,
+        slowdown: float = SLOWDOWN,
         exact_only: bool = True,
         connector: KVConnector | None = None,
         observer: Observer | None = None,

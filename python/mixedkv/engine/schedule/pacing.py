@@ -11,6 +11,8 @@ _DOWN, _UP = 0.9, 1.05  # at rest one step in three is over the limit
 _FAST_UP = 1.4  # while steps take less than half of what they may
 _PROBE = 32  # after so many steps one without prompts, to measure how long that takes now
 
+SLOWDOWN = 2.0  # of a step, at most, as prompts are evaluated in it
+
 
 class Pace:
     """Says how many prompt tokens the next step can take.
