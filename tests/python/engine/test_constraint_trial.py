@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 from typing import Any
 
 import pytest
@@ -23,6 +25,9 @@ USER = {"role": "user", "content": "?"}
 
 def schema(value: Any) -> Constraint:
     return Constraint("json_schema", json.dumps(value), "response_format")
+
+
+NUMBER = schema({"type": "number", "minimum": 3, "maximum": 17})  # of which no other test tells the outcome
 
 
 def parameters(value: dict[str, Any]) -> dict[str, Any]:
@@ -46,12 +51,22 @@ def test_a_schema_that_takes_minutes_is_refused_and_others_go_on(monkeypatch: py
 
 def test_a_machine_that_was_busy_refuses_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what a constraint itself takes is remembered of it."""
-    slow = schema({"type": "object", "patternProperties": dict(list(PATTERNS.items())[:60])})
-    monkeypatch.setattr(trial, "_CLOCK_SECONDS", 0.02)
-    with pytest.raises(ValueError, match=r"^response_format: compiling it was not done within 0.02 seconds"):
-        BYTES.compile(slow)
-    monkeypatch.undo()
-    assert BYTES.compile(slow).allowed().tolist()
+    start = trial._start
+
+    def start_stopped() -> subprocess.Popen[str]:  # it gets no processor
+        process = start()
+        process.send_signal(signal.SIGSTOP)
+        return process
+
+    trial._end_all()
+    with monkeypatch.context() as busy:
+        busy.setattr(trial, "_start", start_stopped)
+        busy.setattr(trial, "_CLOCK_SECONDS", 0.2)
+        with pytest.raises(
+            ValueError, match=r"^response_format: compiling it was not done within 0.2 seconds"
+        ):
+            BYTES.compile(NUMBER)
+    assert BYTES.compile(NUMBER).allowed().tolist()
 
 
 def test_a_schema_whose_first_token_takes_long_is_refused() -> None:
