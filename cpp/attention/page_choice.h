@@ -106,7 +106,7 @@ struct page_choice {
         }
         part.k0     = a.segments[0].n;
         part.k1     = w.k1;
-        part.block1 = a.order.n_blocks;
+        part.block1 = a.order.n_splits > 0 ? a.order.splits[a.order.n_splits] : 0;
         for_each_block(part, base::block_keys(a), weigh);
     }
 

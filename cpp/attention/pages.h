@@ -175,14 +175,6 @@ inline bool copy_inverse_probabilities(const page_list & list, float * inverse_p
     return any;
 }
 
-// Bytes of a head's row; 0: it is not known
-inline int64_t bytes_of_row(const attention_rows & rows, int d) {
-    int64_t bytes = rows.type == row_type::f16 ? 2 * d : 0;
-    with_block_type(rows.type,
-                    [&](auto type) { bytes = d / block_elements(type.value) * int64_t(block_bytes(type.value)); });
-    return bytes;
-}
-
 // Rows of pages, one after the other
 inline attention_rows copy_pages(const attention_rows & from, int head, int64_t bytes, const page_list & list,
                                  char * to) {
@@ -212,7 +204,7 @@ void for_each_page_block(const attention_item & w, int step, Block block) {
     const attention_segment & s        = w.args->segments[0];
     const int64_t             bytes_k  = bytes_of_row(s.k, w.args->d_k);
     const int64_t             bytes_v  = bytes_of_row(s.v, w.args->d_v);
-    const bool                together = bytes_k == 0 || bytes_v == 0;
+    const bool                together = s.k.type == row_type::other || s.v.type == row_type::other;
     page_walk                 walk(w);
     page_list                 lists[3]; // now, next, and what is fetched meanwhile
     mask_state                states[decode_rows] = {};

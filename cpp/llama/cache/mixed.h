@@ -194,9 +194,13 @@ public:
     // where the fused nodes add up the attention that they compute, nullptr: nowhere
     void set_mass(llama_kv_mass * mass) { scratch.mass = mass; }
 
-    // the F16 rows of a step in their order: none yet, and those of the ubatch at hand by stream
-    llama_kv_hot_order make_hot_order() const;
-    std::vector<llama_kv_scratch::hot_keys> & get_hot_keys() { return scratch.hot; }
+    // the order in which nodes on the CPU read the keys of a step of n_tokens
+    llama_kv_key_order::pieces get_cold_pieces() const;
+    llama_kv_key_order::pieces get_hot_pieces(uint32_t n_tokens) const;
+    std::vector<llama_kv_key_order> & get_orders() { return scratch.orders; }
+
+    // of a block of that order: the first position that queries from pos on see
+    llama_pos get_first_read(llama_pos pos) const;
 
     const mixedkv::attention_page_counts & get_page_counts() const { return scratch.page_counts; }
 
