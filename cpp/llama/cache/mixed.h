@@ -232,10 +232,10 @@ private:
     std::map<int32_t, llama_kv_node> nodes;
     llama_kv_scratch                 scratch;
 
-    llama_kv_equalizer equalizer;
-    llama_kv_rope_angles     angles;
-    llama_kv_sketches     pages;
-    uint32_t           angles_s0 = 0; // first stream of the ubatch at hand
+    llama_kv_equalizer   equalizer;
+    llama_kv_rope_angles angles;
+    llama_kv_sketches    pages;
+    uint32_t             angles_s0 = 0; // first stream of the ubatch at hand
 
     ggml_context_ptr        latent_ctx;
     ggml_backend_buffer_ptr latent_buf;
@@ -243,6 +243,13 @@ private:
 
     // of several sequences in one stream; sliding windows take over cells, which upstream chooses
     llama_kv_placement placement;
+
+    // a graph that turns keys to their new positions, and what it adds for the rows of one layer
+    struct moved_rows;
+    struct shift_graph;
+    class  shift_input;
+    std::unique_ptr<shift_input> find_moved(ggml_context * ctx) const;
+    void build_shift(const shift_graph & graph, ggml_tensor * rows, const moved_rows & moved, uint32_t il) const;
 
     void choose_readers(); // who reads the rows of each layer
     void require_fused(int32_t il) const; // throws where it has to be and is not
