@@ -82,7 +82,12 @@ public:
 
     bool update(llama_context * lctx, bool do_shift, const stream_copy_info & sc_info) override;
 
+    // places tokens on trial: what cells lose comes back
+    slot_info_vec_t prepare(const std::vector<llama_ubatch> & ubatches) override;
+
+    // turns whole heads: upstream's cannot where RoPE turns a part of quantised ones
     ggml_cgraph * build_graph_shift(llm_graph_result * res, llama_context * lctx) const override;
+    bool          get_can_shift() const override;
 
     //
     // llama_kv_cache_mixed specific API
@@ -259,6 +264,8 @@ private:
 
     // the context that computes on this cache, once it has
     llama_context * lctx = nullptr;
+
+    bool is_trial = false; // prepare() is at work
 
     // cells in the order in which upstream's state_write stores them
     std::vector<uint32_t> saved_cells(uint32_t strm, llama_seq_id seq_id) const;

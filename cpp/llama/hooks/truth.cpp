@@ -286,7 +286,7 @@ std::string llama_kv_truth::begin_step(llama_memory_i * memory, const llama_ubat
             }
 
             const llama_pos missing =
-                llama_kv_mixed_fills() || kv == caches[0] ? -1 : find_missing(*caches[0], *kv, seq.id, seq.first);
+                ubatch.fills || kv == caches[0] ? -1 : find_missing(*caches[0], *kv, seq.id, seq.first);
             if (missing >= 0) {
                 refused = "the token at position " + std::to_string(seq.first) + " of sequence " + std::to_string(seq.id) +
                     " reads position " + std::to_string(missing) + ", which layers with a sliding window have let go of: cut the "
