@@ -99,7 +99,7 @@ struct attention_page_counts {
 constexpr int attention_page  = 4; // keys of the first segment that follow each other, which decode reads or leaves out
 constexpr int attention_strip = 16; // of which it has a sketch; both begin at multiples of them
 
-// Two bits of each element of K (see sketch.h), and which pages queries read: attention_choose_pages() says so,
+// Two bits of each element of K (see sparse/sketch.h), and which pages queries read: attention_choose_pages() says so,
 // attention_run() obeys. Decode only, keys of the first segment. The scalar body reads all.
 struct attention_pages {
     const uint8_t *  bits   = nullptr; // of a strip attention_sketch_bytes()

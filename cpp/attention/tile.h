@@ -3,10 +3,10 @@
 
 #pragma once
 
-#include "pages.h"
 #include "product.h"
 #include "row_types.h"
 #include "softmax.h"
+#include "sparse/pages.h"
 
 #include "simd/half.h"
 #include "simd/rotation.h"

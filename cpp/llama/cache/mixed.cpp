@@ -4,7 +4,6 @@
 
 #include "llama-context.h"
 #include "llama-impl.h"
-#include "cache/trial.h"
 #include "graph/guard.h"
 #include "llama-model.h"
 
@@ -262,10 +261,22 @@ void llama_kv_cache_mixed::clear(bool data) {
 
 bool llama_kv_cache_mixed::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
     const bool res = llama_kv_cache::seq_rm(seq_id, p0, p1);
-    if (!llama_kv_mixed_trial::is_on()) {
+    if (!is_trial) {
         hot.release_dead();
     }
     return res;
+}
+
+llama_kv_cache::slot_info_vec_t llama_kv_cache_mixed::prepare(const std::vector<llama_ubatch> & ubatches) {
+    is_trial = true;
+    auto res = llama_kv_cache::prepare(ubatches);
+    is_trial = false;
+
+    return res;
+}
+
+bool llama_kv_cache_mixed::get_can_shift() const {
+    return model.arch != LLM_ARCH_STEP35 && (hparams.n_pos_per_embd() == 1 || hparams.rope_sections[3] == 0);
 }
 
 void llama_kv_cache_mixed::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {

@@ -5,7 +5,7 @@
 #include "attention/attention.h"
 #include "attention/cuda/node_params.h"
 #include "attention/lm4.h"
-#include "attention/mass.h"
+#include "attention/sparse/mass.h"
 #include "attention/tc3.h"
 
 #include "ggml-cpp.h"

@@ -256,8 +256,8 @@ class Evaluating(WindowSettings):
 
     @exclusive
     def short_from(self) -> list[int]:
-        """Return for every sequence the first position that was evaluated without F16 rows which had made
-        room for those of other sequences; -1 where there is none. Its rows are not exact from there on.
+        """Return for every sequence the first position that was evaluated without an F16 row of its window;
+        -1 where there is none. Its rows are not exact from there on.
         """
         if not isinstance(self._setting, MixedKVConfig):
             return [-1] * self._llama.context_params.n_seq_max

@@ -9,9 +9,9 @@
 
 #pragma once
 
+#include "attention/tile.h"
 #include "pages.h"
 #include "sketch.h"
-#include "tile.h"
 
 namespace mixedkv {
 namespace {

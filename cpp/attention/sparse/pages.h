@@ -3,8 +3,8 @@
 
 #pragma once
 
-#include "key_span.h"
-#include "row_types.h"
+#include "attention/key_span.h"
+#include "attention/row_types.h"
 
 namespace mixedkv {
 

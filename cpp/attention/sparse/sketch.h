@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "row_types.h"
+#include "attention/row_types.h"
 
 #include <cmath>
 

@@ -1,7 +1,7 @@
 // Pages of keys: the sketch of K, and who works out which of them a query reads.
 
 #include "pages.h"
-#include "kernel.h"
+#include "attention/kernel.h"
 #include "sketch.h"
 
 #include <algorithm>

@@ -2,10 +2,10 @@
 
 #pragma once
 
+#include "attention/tile.h"
 #include "sketch.h"
-#include "tile.h"
 
-#include "simd/half.h"
+#include "attention/simd/half.h"
 
 #include <cmath>
 

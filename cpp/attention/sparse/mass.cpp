@@ -1,4 +1,4 @@
-#include "attention/mass.h"
+#include "attention/sparse/mass.h"
 
 #include "attention/row_types.h"
 #include "attention/simd/half.h"
