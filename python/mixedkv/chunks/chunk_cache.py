@@ -15,11 +15,10 @@ from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Repair
 from mixedkv.chunks.deviation import Deviation, compare, last_logits
 from mixedkv.chunks.drift import DamagedRowsError
 from mixedkv.chunks.gate import Waiting
-from mixedkv.chunks.passages import Passages
+from mixedkv.chunks.passages import Passages, check_method
 from mixedkv.chunks.plan import Segment
 from mixedkv.chunks.repair import Method, method_of
 from mixedkv.chunks.stitch import Rows, Stitch
-from mixedkv.chunks.support import check_method
 from mixedkv.errors import ContextLengthError
 from mixedkv.llama import Llama
 from mixedkv.start.lone import LoneSequence

@@ -193,7 +193,7 @@ def _gc(args: argparse.Namespace) -> None:
 
 
 def _rekey(args: argparse.Namespace) -> None:
-    from mixedkv.sessions.reseal import reseal
+    from mixedkv.sessions.metadata_sqlite import reseal
     from mixedkv.store import rekey
     from mixedkv.store.encryption import parse_key_source
 
@@ -207,7 +207,7 @@ def _rekey(args: argparse.Namespace) -> None:
 
 
 def _encrypt(args: argparse.Namespace) -> None:
-    from mixedkv.sessions.reseal import reseal
+    from mixedkv.sessions.metadata_sqlite import reseal
     from mixedkv.store import encrypt_plain
     from mixedkv.store.encryption import parse_key_source
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mixedkv.cli.values import between, temperature, whole
-from mixedkv.engine.sample.sampling_defaults import sampling_defaults
+from mixedkv.engine.sample.sampling import sampling_defaults
 from mixedkv.limits import RANGES
 from mixedkv.model.gguf_file import read_model_file
 

@@ -9,8 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from mixedkv.cli.door_options import add_options, read_options
-from mixedkv.cli.extra import naming_the_extra
-from mixedkv.cli.values import add_n_predict, positive, temperature, whole
+from mixedkv.cli.values import add_n_predict, naming_the_extra, positive, temperature, whole
 
 if TYPE_CHECKING:
     from mixedkv.split.client import SplitClient
@@ -152,7 +151,7 @@ def run_client(args: argparse.Namespace) -> None:
 
 
 def _generate(client: SplitClient, args: argparse.Namespace) -> None:
-    from mixedkv.split.session_file import SessionFile
+    from mixedkv.split.session_key import SessionFile
 
     if args.session and args.chat:
         raise ValueError("--session goes on from a text as it is: leave out --chat")

@@ -22,12 +22,11 @@ from mixedkv.engine.engine import Engine
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.server import logs
 from mixedkv.server.app import make_app
-from mixedkv.server.delivery import Delivery
 from mixedkv.server.described import Described, description
 from mixedkv.server.engines import open_engines
-from mixedkv.server.http_server import HTTPServer, Served
-from mixedkv.server.listening import listen, url
+from mixedkv.server.http_server import HTTPServer, Served, listen, url
 from mixedkv.server.models import check_adapters, check_keeps, served_models
+from mixedkv.server.pending import Delivery
 from mixedkv.server.pools import Pools
 from mixedkv.server.router.router import Router, make_router_app
 from mixedkv.server.session_kv import SessionKV

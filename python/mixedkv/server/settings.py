@@ -15,7 +15,7 @@ from mixedkv.doors.settings import SIZE, DoorSettings, Gigabytes, Megabytes, Sev
 from mixedkv.hosts import is_local
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS, RANGES
 from mixedkv.prompts.overflow import Overflow
-from mixedkv.sessions.metadata_url import beside
+from mixedkv.sessions.metadata import beside
 from mixedkv.sizes import parse_size
 from mixedkv.start.sequences import Reuse
 from mixedkv.store.eviction import Eviction

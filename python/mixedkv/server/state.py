@@ -19,9 +19,9 @@ from mixedkv.engine.engine import Engine
 from mixedkv.errors import QueueFullError
 from mixedkv.images.projector import Projector
 from mixedkv.server.api_error import ApiError, bad_request, from_engine, no_key
-from mixedkv.server.delivery import Delivery
 from mixedkv.server.described import Described
 from mixedkv.server.http.body_limit import DEADLINE, TENANT
+from mixedkv.server.pending import Delivery
 from mixedkv.server.pools import LARGE, Pools
 from mixedkv.server.session_kv import SessionKV
 from mixedkv.server.settings import ServerSettings

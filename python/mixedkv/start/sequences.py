@@ -20,7 +20,7 @@ from mixedkv.config.cut_rule import CutRule
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.checkpoint import Checkpoint, served
 from mixedkv.kv.close_gap import Movable, close_gap
-from mixedkv.kv.truth import Truth
+from mixedkv.kv.rows import Truth
 from mixedkv.prompts.overflow import LongPrompt
 from mixedkv.start.checkpoints import CheckpointLimits, thinned
 from mixedkv.start.sequence import Sequence

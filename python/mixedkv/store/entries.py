@@ -23,7 +23,7 @@ from mixedkv.store.eviction import Eviction
 from mixedkv.store.folder import StoreFolder, as_os_error, file_name, store_root
 from mixedkv.store.full_disk import FullDisk
 from mixedkv.store.identity import Identity
-from mixedkv.store.index import Index, ParentGoneError
+from mixedkv.store.index import Index, ParentGoneError, UseLog
 from mixedkv.store.lookup import (
     BLOCK,
     Search,
@@ -36,7 +36,6 @@ from mixedkv.store.lookup import (
 from mixedkv.store.results import EntryInfo, GCResult, Match, Tier, Verified
 from mixedkv.store.sealing import seal, unseal
 from mixedkv.store.tiers.ram import RamTier
-from mixedkv.store.use_log import UseLog
 from mixedkv.tokens import Tokens
 
 _LOG = logging.getLogger("mixedkv.store")

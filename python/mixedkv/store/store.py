@@ -15,7 +15,7 @@ from mixedkv.card import card, rows_of
 from mixedkv.ids import check_session_id, check_tenant
 from mixedkv.kv.block import KVBlock
 from mixedkv.kv.row_source import RowSource, check_sequence, exact_tokens, known_tokens
-from mixedkv.kv.truth import NAMES
+from mixedkv.kv.rows import NAMES
 from mixedkv.sizes import GB, size_of
 from mixedkv.store import coverage
 from mixedkv.store.encryption import PLAIN_ENTRIES, Cipher, KeyCipher, KeySource, PlainCipher, check_key_id

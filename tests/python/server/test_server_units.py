@@ -15,10 +15,10 @@ import pytest
 
 from mixedkv.chunks.passages import parse_chunks
 from mixedkv.doors.keys import Keys
-from mixedkv.engine.jobs.events import Delta, Done
+from mixedkv.engine.jobs.answer_state import Delta, Done
 from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.schedule.fair_queue import TenantLimits
 from mixedkv.engine.schedule.request import Request
-from mixedkv.engine.schedule.tenant_limits import TenantLimits
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
 from mixedkv.server.api.generation import usage
 from mixedkv.server.api_error import ApiError

@@ -26,8 +26,7 @@ from mixedkv.limits import INT32_MAX
 from mixedkv.llama import NO_VOCABULARY, Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.templates import syntax_error
-from mixedkv.prompts.message_starts import message_starts
-from mixedkv.prompts.overflow import Places
+from mixedkv.prompts.overflow import Places, message_starts
 from mixedkv.tokens import Tokens
 
 Messages = Sequence[Mapping[str, Any]]

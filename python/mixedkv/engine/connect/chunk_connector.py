@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mixedkv.chunks.chunk_choice import ChunkChoice
+from mixedkv.chunks.chunk_reuse import ChunkChoice
 from mixedkv.chunks.deviation import Logits, compare, logits_at
 from mixedkv.chunks.gate import Waiting
 from mixedkv.chunks.passages import Passages

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from fastapi import Request
 from starlette.responses import Response
 
-from mixedkv.engine.jobs.events import Done
+from mixedkv.engine.jobs.answer_state import Done
 from mixedkv.engine.jobs.job import Job
 from mixedkv.server.api.sse import EVENTS, EventStream, Headers, StreamedAnswer
 from mixedkv.server.pending import OnEvent, PendingRequest, or_disconnect

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mixedkv.engine.jobs.events import Delta, Done
+from mixedkv.engine.jobs.answer_state import Delta, Done
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.pending import PendingRequest, disconnected, or_disconnect
 

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mixedkv.doors.keys import Keys
 from mixedkv.server.api_error import ApiError, no_key, timed_out
-from mixedkv.server.http.paths import without
+from mixedkv.server.http.middleware import without
 
 _OPEN = ("", "/", "/stats", "/health", "/ready", "/metrics", "/openapi.json")  # without a key
 _OPEN_FOLDER = "/page/"
