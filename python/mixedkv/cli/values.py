@@ -1,4 +1,4 @@
-"""Reads values on the command line, declares the option that three commands have, and names missing extras."""
+"""Reads values on the command line, declares -n, and names missing extras."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads JSON bodies, small ones at once and large ones in pieces of time. Unknown fields are removed or refused."""
+"""Reads JSON bodies, one large one at a time. Unknown fields are removed or refused."""
 
 from __future__ import annotations
 
