@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, BinaryIO
@@ -54,7 +54,7 @@ class SharedEntries(Entries):
         identity: Identity,
         row: EntryRow,
         parent: bytes | None,
-        file: Iterable[bytes | memoryview],
+        file: bytes,
         block: KVBlock,
         hashes: list[bytes],
     ) -> None:
@@ -93,7 +93,7 @@ class SharedEntries(Entries):
 
         try:
             # the remote has it too, so that nobody waits for the disk
-            self._place(row, file, {up} if up else set(), insert, durable=False)
+            self._place(row, [file], {up} if up else set(), insert, durable=False)
         except sqlite3.IntegrityError:
             return  # another thread or process was faster
         except sqlite3.Error as error:
