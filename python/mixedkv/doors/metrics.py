@@ -73,15 +73,6 @@ class Metrics(Observer):
         self.approximate = Counter(
             "mixedkv:approximate_cache_hits", "Prompt tokens with rows that were computed elsewhere.", **r
         )
-        self.chunk_checks = Counter(
-            "mixedkv:chunk_checks", "Answers from reused passages that were evaluated exactly as well.", **r
-        )
-        self.chunk_kld = Counter(
-            "mixedkv:chunk_check_kld_nats", "Sum of the divergence of checked answers, in nats.", **r
-        )
-        self.chunks_off = Gauge(
-            "mixedkv:chunk_reuse_off", "1 when checks have switched the reuse of passages off.", **r
-        )
         self.rows = Gauge("mixedkv:kv_cache_rows", "Rows in the cache by state: hot, cold.", ["state"], **r)
         self.bytes = Gauge(
             "mixedkv:kv_cache_bytes", "Bytes of KV: hot, cold, checkpoints, store.", ["tier"], **r
@@ -252,11 +243,6 @@ class Metrics(Observer):
 
     def rechecked(self, problem: str) -> None:
         self.rechecks.labels("wrong" if problem else "right").inc()
-
-    def checked(self, kld: float, is_off: bool) -> None:
-        self.chunk_checks.inc()
-        self.chunk_kld.inc(kld)
-        self.chunks_off.set(is_off)
 
     def embedding_requests(self, n: int) -> None:
         self.embedding_running.inc(n)
