@@ -17,13 +17,12 @@ if TYPE_CHECKING:
 
 
 def add_options(parser: Any, kind: type[DoorSettings], leave_out: Container[str] = ()) -> None:
-    """Declare all options of some settings, in their groups, and those of former versions."""
+    """Declare all options of some settings, in their groups."""
     prefix = kind.model_config["env_prefix"]
     parser.epilog = (
         f"Each option can also be an environment variable ({prefix}N_CTX=8192) or a line of a TOML file "
         f"(n_ctx = 8192). The command line comes first, then the environment, then the file. {parser.epilog}"
     )
-    parser.gone = {"--" + name.replace("_", "-"): instead for name, instead in kind.GONE.items()}
     parser.add_argument("--config", metavar="FILE", help="TOML file with options")
     for title, names in kind.GROUPS.items():
         group = parser.add_argument_group(title)

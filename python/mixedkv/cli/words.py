@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import re
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from mixedkv.cli.values import positive
@@ -102,11 +102,11 @@ def is_model_file(text: str) -> bool:
     return text.endswith(".gguf") and len(text.split()) == 1
 
 
-def unknown(words: Iterable[str], known: Iterable[str], gone: Mapping[str, str] = {}) -> str:
-    """Return what is said of arguments that a command does not have; of those it had, what to do instead."""
+def unknown(words: Iterable[str], known: Iterable[str]) -> str:
+    """Return what is said of arguments that a command does not have; of llama.cpp's, what to do instead."""
     word = next(iter(words))
     name = word.partition("=")[0]
-    if instead := gone.get(name.replace("--no-", "--", 1)) or _INSTEAD.get(name):
+    if instead := _INSTEAD.get(name):
         return f"there is no {name}: {instead}"
     if not word.startswith("-"):
         return f"{word!r} is one argument too many"

@@ -73,25 +73,6 @@ class ServerSettings(DoorSettings):
         "keep_alive": parse_keep_alive,
         "chunks": parse_chunks,
     }
-    GONE: ClassVar[Mapping[str, str]] = {
-        "unix_socket": "write --host PATH.sock",
-        "lora_scale": "write --lora NAME=FILE@0.5",
-        **dict.fromkeys(
-            (
-                "chunk_repair",
-                "chunk_ratio",
-                "chunk_overlap",
-                "chunk_size",
-                "chunk_boundary",
-                "chunk_max_kld",
-                "chunk_check",
-            ),
-            "write --chunks repair=query,ratio=0.15,overlap_k=4,chunk_size=64",
-        ),
-        "checkpoints": "--max-checkpoint-gb says how many there are; 0 keeps none",
-        "checkpoint_every": "checkpoints are kept where messages begin and at the end of a prompt",
-        "slowdown": "a step with a prompt in it takes at most twice as long as one without",
-    }
     GROUPS: ClassVar[Mapping[str, str]] = {
         "models": "model model_name model_n_ctx lora mmproj keep_alive max_loaded chat_format chat_template",
         "cache": "kv n_ctx swa_full parallel idle_prefixes max_checkpoint_gb overflow",

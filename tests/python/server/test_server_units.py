@@ -151,13 +151,8 @@ def test_every_option_stands_in_one_group() -> None:
         assert sorted(names) == sorted(kind.model_fields.keys() - {"body"})
 
 
-def test_a_former_option_says_what_to_do_instead(tmp_path: Path) -> None:
+def test_an_option_of_a_file_that_is_no_option(tmp_path: Path) -> None:
     path = tmp_path / "serve.toml"
-    path.write_text("chunk-size = 32\n")
-    with pytest.raises(ValueError, match=r"no chunk_size any more: write --chunks"):
-        load_settings({}, str(path), {})
-    with pytest.raises(ValueError, match=r"MIXEDKV_SLOWDOWN: there is no such option any more"):
-        load_settings({}, None, {"MIXEDKV_SLOWDOWN": "3"})
     path.write_text("treads = 4\n")
     with pytest.raises(ValueError, match=r"unknown option 'treads' \(did you mean threads\?\)"):
         load_settings({}, str(path), {})
@@ -170,7 +165,6 @@ def test_a_former_option_says_what_to_do_instead(tmp_path: Path) -> None:
         ("repair=all", "repair='all': use one of"),
         ("chunk_size=2", "chunk_size=2: use a whole number from 32"),
         ("chunk_size=many", "chunk_size='many': use a number"),
-        ("check=2", "check=2.0: use a share from 0 to 1"),
         ("ratio=nan", "ratio=nan: use a number from 0 to 1"),
     ],
 )

@@ -101,7 +101,7 @@ class Mix:
         )
         self._other_cuts = lambda: OtherCuts(model, kv, N_CTX)
         self.cuts: OtherCuts | None = None
-        repair = () if kv.startswith("mixed") else ("--chunks", "check=0,repair=seam")
+        repair = () if kv.startswith("mixed") else ("--chunks", ",repair=seam")
         self._options = (*own, "--store", str(folder / "store"), "--reuse", "chunks", *repair)
         self.fresh = Server(*own)
         self.servers = [Server(*self._options), Server(*self._options)]
