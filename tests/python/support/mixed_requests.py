@@ -27,7 +27,7 @@ from support.server_support import Server
 
 CHAT = "/v1/chat/completions"
 N_CTX = 1024
-OPTIONS = ("--n-ctx", str(N_CTX), "--parallel", "2", "--idle-prefixes", "4", "--chunks", "check=0")
+OPTIONS = ("--n-ctx", str(N_CTX), "--parallel", "2", "--idle-prefixes", "4")
 GREEDY: dict[str, Any] = {"model": "m", "temperature": 0, "max_tokens": 8}
 TOOLS = [
     {
