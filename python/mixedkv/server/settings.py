@@ -237,8 +237,8 @@ class ServerSettings(DoorSettings):
     )
     recheck: bool = option(
         True,
-        "check stored KV by evaluating some of its tokens again: before the first use of what another "
-        "process stored, and while the server is idle; wrong entries are removed",
+        "check stored KV before the first use of what another process stored, by evaluating some of its "
+        "tokens again; wrong entries are removed",
     )
     max_ram_gb: Gigabytes = option(1.0, "most memory for the store, in 10^9 bytes or as 2GiB", SIZE, 0, 1e6)
     eviction: Eviction = option(

@@ -194,11 +194,6 @@ class Index:
         )
         return [str(entry) for (entry,) in self._db.execute(query, (identity,))]
 
-    def random_of(self, identity: bytes, key_id: str) -> EntryRow | None:
-        """Return a random entry of an identity; None if there is none."""
-        rest = "FROM entries WHERE identity = ? AND key_id = ? ORDER BY RANDOM() LIMIT 1"
-        return next(self._rows(rest, identity, key_id), None)
-
     def totals(self) -> tuple[int, int]:
         """Return the number of entries, and the bytes of their files."""
         query = "SELECT COUNT(*), COALESCE(SUM(CAST(nbytes AS INTEGER)), 0) FROM entries"

@@ -32,10 +32,8 @@ class SharedEntries(Entries):
         self.on_removed: Callable[[list[bytes]], None] = lambda contents: None
         self._adopted: set[str] = set()  # and not read yet
 
-    def read(self, match: Match, begin: int = 0, *, note: bool = True) -> tuple[list[KVBlock], Tier]:
-        blocks, tier = super().read(match, begin, note=note)
-        if not note:
-            return blocks, tier
+    def read(self, match: Match, begin: int = 0) -> tuple[list[KVBlock], Tier]:
+        blocks, tier = super().read(match, begin)
         with self._lock:
             new = {link.entry for link in match.links} & self._adopted
             self._adopted -= new
