@@ -20,7 +20,6 @@ from mixedkv.server.api.fields import MAX_FIELDS, Few, Finite, Model, Name, Text
 from mixedkv.server.api.generation import constraint_of, make_jobs, prompt_progress, slides
 from mixedkv.server.api.logprobs import chat_logprobs, prompt_logprobs
 from mixedkv.server.api.rendering import chat_of, rendered_text
-from mixedkv.server.api.respond import respond
 from mixedkv.server.api.schemas import (
     ApplyTemplateRequest,
     DetokenizeRequest,
@@ -29,8 +28,8 @@ from mixedkv.server.api.schemas import (
     TokenizeRequest,
     prompts_of,
 )
-from mixedkv.server.api.sse import PING, sse
-from mixedkv.server.api_error import ApiError, bad_request, prompt_error
+from mixedkv.server.api.sse import PING, SentAnswer, respond, sse
+from mixedkv.server.api_error import bad_request, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import ServerState, model_of, read_prompt, tenant
 
@@ -199,7 +198,7 @@ def _schema(body: LlamaServerFields) -> Constraint | None:
     return Constraint("json_schema", json.dumps(body.json_schema), "json_schema")
 
 
-class _Answer:
+class _Answer(SentAnswer):
     """Builds llama-server's objects for the answer to one request, which has `several` prompts or one."""
 
     def __init__(
@@ -212,21 +211,12 @@ class _Answer:
         answers = [self._end(i, end) for i, end in enumerate(ends)]
         return answers if self._several else answers[0]
 
-    def first(self) -> bytes:
-        return b""
-
     def event(self, i: int, event: Delta | Done) -> bytes:
         return sse(self._end(i, event) if isinstance(event, Done) else self._piece(i, event))
 
     def idle(self) -> bytes:
         progress = prompt_progress(self._jobs[0]) if self._body.return_progress else None
         return PING if progress is None else sse({**self._piece(0, Delta("")), "prompt_progress": progress})
-
-    def failed(self, error: ApiError) -> bytes:
-        return sse(error.body())
-
-    def last(self) -> bytes:
-        return b""
 
     def _piece(self, i: int, event: Delta | Done) -> dict[str, Any]:
         probabilities = {}
