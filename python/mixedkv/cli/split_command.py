@@ -8,8 +8,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from mixedkv.cli.door_options import add_options, read_options
 from mixedkv.cli.values import add_n_predict, naming_the_extra, positive, temperature, whole
+from mixedkv.cli.words import add_options, read_options
 
 if TYPE_CHECKING:
     from mixedkv.split.client import SplitClient

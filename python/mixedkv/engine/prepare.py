@@ -17,7 +17,7 @@ from mixedkv.engine.draft.speculation import Speculation
 from mixedkv.engine.jobs.answer_state import AnswerState, CallTrigger
 from mixedkv.engine.jobs.drafter import Drafter
 from mixedkv.engine.jobs.job import Job
-from mixedkv.engine.sample.prompt_logprobs import PromptLogprobs
+from mixedkv.engine.sample.sampler import PromptLogprobs
 from mixedkv.engine.schedule.request import Request
 from mixedkv.llama import Llama
 from mixedkv.prompts.overflow import LongPrompt, Places, head_of

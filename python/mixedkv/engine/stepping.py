@@ -1,21 +1,22 @@
-"""Evaluates the steps that the scheduler plans, pictures among them, and chooses the next tokens, on the
-engine's thread.
+"""Evaluates the steps that the scheduler plans, loads fetched rows between them, and chooses the next tokens, on
+the engine's thread.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from mixedkv.chunks.stitch import PassageRows
 from mixedkv.engine.batch.batch import Batch
 from mixedkv.engine.batch.vector_job import take_hidden
 from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.engine.connect.kv_connector import KVConnector
-from mixedkv.engine.connect.loading import Loader
 from mixedkv.engine.draft.speculation import Speculation
 from mixedkv.engine.inbox import Outbox
 from mixedkv.engine.jobs.answer_state import AnswerState, Delta, Failed
@@ -29,6 +30,7 @@ from mixedkv.engine.text.thought import Thought
 from mixedkv.errors import RowsGoneError
 from mixedkv.images.picture import Picture
 from mixedkv.kv.cache import KVCache
+from mixedkv.kv.fetched import Fetched, WrongRowsError
 from mixedkv.llama import Llama
 from mixedkv.native.batch import NO_CELLS, NativeBatch
 from mixedkv.prompts.overflow import cut, head_of
@@ -324,3 +326,57 @@ def _add(job: Job, token: int, context: Any, index: int, detokenizer: Detokenize
 def piece(answer: AnswerState, token: int, detokenizer: Detokenizer) -> bytes:
     """Return a token's text in this answer."""
     return detokenizer.name(token) if token in answer.shown else detokenizer[token]
+
+
+class Loader:
+    """Loads fetched rows, on the engine's thread. Tokens whose rows cannot be loaded are evaluated."""
+
+    def __init__(self, llm: Llama, scheduler: Scheduler[Job], observer: Observer) -> None:
+        self._llm, self._scheduler, self._observer = llm, scheduler, observer
+
+    def restore(self) -> None:
+        """Load one fetched block, so that a long chain is spread over several steps. Where rows are refused
+        or wrong, the job evaluates its whole prompt.
+        """
+        job = next((job for job in self._scheduler.running if job.is_loading), None)
+        if job is None:
+            return
+        seq, fetched = job.seq, job.fetched
+        assert seq is not None
+        assert isinstance(fetched, Fetched)
+        doubted = fetched.doubt is not None
+        try:
+            block = fetched.advance(self._llm.kv, seq.id)
+            if block is None:
+                seq.tokens, seq.checkpoints = array("i"), []
+            else:
+                seq.tokens.extend(block.tokens.tolist())
+                seq.checkpoints.extend(block.checkpoints)
+            if doubted and fetched.doubt is None:
+                self._observer.rechecked("")
+        except Exception as error:
+            log.warning("stored rows could not be loaded: %s", error)
+            if doubted and fetched.doubt is None:
+                self._observer.rechecked(str(error))
+            self._observer.restore_failed("wrong" if isinstance(error, WrongRowsError) else "load")
+            self._scheduler.refetch(job)
+        if not job.evaluated:  # not after a pause or a preemption
+            job.set_cached(job.n_rows)
+        if not job.is_loading:
+            self._observer.restored(job)
+
+    def stitch(self, step: StepPlan[Job]) -> None:
+        """Put passages together, up to the number of tokens that the step allows."""
+        for job, n in ((run.job, run.n) for run in step.stitches):
+            passages, seq = job.passages, job.seq
+            assert isinstance(passages, PassageRows)
+            assert seq is not None
+            try:
+                if not passages.advance(self._llm, job.prompt, job.n_rows, seq.id, n):
+                    job.stitched(passages.n_kept)
+            except Exception as error:
+                log.warning("passages could not be put together: %s", error)
+                self._observer.restore_failed("passages")
+                job.set_passages(None, "")
+                self._scheduler.pool.clear(seq)
+                job.set_cached(0)

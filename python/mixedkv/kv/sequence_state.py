@@ -18,8 +18,7 @@ from mixedkv.config.cut_rule import CutRule
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.block import KVBlock
 from mixedkv.kv.checkpoint import Checkpoint, joined, only_hot
-from mixedkv.kv.native_rows import from_native, to_native
-from mixedkv.kv.rows import RowGroup
+from mixedkv.kv.rows import RowGroup, from_native, to_native
 from mixedkv.native import llama_cpp as _llama_cpp
 
 _STATE_ONLY = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY

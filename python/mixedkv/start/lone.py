@@ -28,7 +28,7 @@ from mixedkv.store import Identity, KVStore
 from mixedkv.store.results import Match
 from mixedkv.tokens import Tokens, common_prefix
 
-_LOG = logging.getLogger("mixedkv.chat.window")
+_LOG = logging.getLogger("mixedkv.start")
 
 Source = Literal["live", "ram", "disk", "remote", "none"]
 

@@ -21,7 +21,6 @@ from mixedkv.store.entry_error import EntryError, Reason
 from mixedkv.store.entry_row import NOBODY, EntryRow, Owner
 from mixedkv.store.eviction import Eviction
 from mixedkv.store.folder import StoreFolder, as_os_error, file_name, store_root
-from mixedkv.store.full_disk import FullDisk
 from mixedkv.store.identity import Identity
 from mixedkv.store.index import Index, ParentGoneError, UseLog
 from mixedkv.store.lookup import (
@@ -35,6 +34,7 @@ from mixedkv.store.lookup import (
 )
 from mixedkv.store.results import EntryInfo, GCResult, Match, Tier, Verified
 from mixedkv.store.sealing import seal, unseal
+from mixedkv.store.tiers.disk import FullDisk
 from mixedkv.store.tiers.ram import RamTier
 from mixedkv.tokens import Tokens
 

@@ -8,8 +8,7 @@ from typing import ClassVar
 
 from mixedkv.engine.constrain.constraint import Matcher
 from mixedkv.engine.jobs.drafter import Drafter
-from mixedkv.engine.sample.prompt_logprobs import PromptLogprobs
-from mixedkv.engine.sample.sampler import Sampler, TokenLogprob
+from mixedkv.engine.sample.sampler import PromptLogprobs, Sampler, TokenLogprob
 from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.text.detokenizer import TextStream
 from mixedkv.engine.text.thought import Thought
