@@ -1,5 +1,5 @@
-"""Evaluates the steps that the scheduler plans, loads fetched rows between them, and chooses the next tokens, on
-the engine's thread.
+"""Evaluates the steps that the scheduler plans, loads fetched rows between them, and chooses the next tokens,
+on the engine's thread.
 """
 
 from __future__ import annotations

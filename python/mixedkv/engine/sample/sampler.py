@@ -1,4 +1,4 @@
-"""Chooses the next token with llama.cpp's samplers, one chain per answer, and tells log probabilities of prompts."""
+"""Chooses the next token with llama.cpp's samplers, one chain per answer, and scores prompts."""
 
 from __future__ import annotations
 
