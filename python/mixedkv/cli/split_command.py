@@ -120,11 +120,11 @@ def run_export(args: argparse.Namespace) -> None:
 
 def run_serve(args: argparse.Namespace) -> None:
     with naming_the_extra("split"):
-        from mixedkv.engine.chat.tokenizer import silence
+        from mixedkv.native.llama_cpp import silence_log
         from mixedkv.split.server import serve
         from mixedkv.split.split_settings import SplitSettings
 
-    silence()
+    silence_log()
     logging.basicConfig(format="mixedkv split: %(message)s")
     logging.getLogger("mixedkv").setLevel(logging.INFO)
     serve(read_options(args, SplitSettings))
@@ -132,11 +132,11 @@ def run_serve(args: argparse.Namespace) -> None:
 
 def run_client(args: argparse.Namespace) -> None:
     with naming_the_extra("split"):
-        from mixedkv.engine.chat.tokenizer import silence
+        from mixedkv.native.llama_cpp import silence_log
         from mixedkv.split.client import SplitClient, SplitServerError, tls
         from mixedkv.split.head import Head
 
-    silence()
+    silence_log()
     key = _read_key(args.key_file) if args.key_file else ""
     secure = args.tls or args.ca or args.cert
     credentials = tls(args.ca, args.cert, args.cert_key) if secure else None

@@ -21,7 +21,7 @@ from mixedkv.ray.prefix import Prefix, prefix_of
 from mixedkv.server.app import make_app
 from mixedkv.server.http.middleware import RequestIds
 from mixedkv.server.serve import open_server
-from mixedkv.server.settings import ENV_PREFIX, ServerSettings, load_settings
+from mixedkv.server.settings import ENV_PREFIX, ServerSettings
 from mixedkv.server.state import ServerState
 from mixedkv.store import KVStore
 
@@ -78,7 +78,7 @@ def build(options: Mapping[str, Any]) -> serve.Application:
     """
     own = {name: options[name] for name in _OWN if name in options}
     environ = {ENV_PREFIX + name.upper(): str(value) for name, value in options.items() if name not in own}
-    known = load_settings({}, environ=environ)
+    known = ServerSettings.load({}, environ=environ)
     unknown = sorted(name for name in options if name not in _OWN and name not in ServerSettings.model_fields)
     if unknown:
         raise ValueError(f"{unknown[0]}: no option of mixedkv serve, nor one of {', '.join(_OWN)}")
@@ -159,7 +159,7 @@ class EngineReplica:
     """
 
     def __init__(self, environ: dict[str, str]) -> None:
-        settings = load_settings({}, environ=environ)
+        settings = ServerSettings.load({}, environ=environ)
         sys.setswitchinterval(0.0005)
         self._stack, self._seconds = ExitStack(), settings.drain_timeout
         self._begun: AsyncExitStack | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from mixedkv.server.model_watch import ModelWatch
 from mixedkv.server.models import ServedModel
 from mixedkv.server.session_kv import ModelKV
 from mixedkv.server.settings import ServerSettings
-from mixedkv.server.state import ModelInMemory, ServerState
+from mixedkv.server.state import ServerState
 from mixedkv.sizes import format_bytes
 from mixedkv.start.checkpoints import CheckpointLimits
 from mixedkv.store import KVStore
@@ -55,8 +55,7 @@ def open_engines(
     """
     turns = Turns()
     for state, model in zip(states, models, strict=True):
-        parent = states[0].in_memory if model.parent else None
-        state.in_memory = _open(state, model, file, parent, turns, stack)
+        _open(state, model, file, states[0] if model.parent else None, turns, stack)
         _tell(state, file)
 
 
@@ -64,10 +63,10 @@ def _open(
     state: ServerState,
     model: ServedModel,
     file: ModelFile,
-    parent: ModelInMemory | None,
+    parent: ServerState | None,
     turns: Turns,
     stack: ExitStack,
-) -> ModelInMemory:
+) -> None:
     settings = state.settings
     drafts = settings.draft_model and parent is None
     files = [model.path, Path(settings.draft_model)] if drafts else [model.path]
@@ -103,9 +102,9 @@ def _open(
     )
     watch.begin(partial(_stop_reading, engine))
     state.session_kv.add(ModelKV(state.store, engine, connector))
-    embedder = _open_embedder(state, engine, file) if parent is None else None
-    projector = parent.projector if parent is not None else open_projector(settings, model, llm)
-    return ModelInMemory(engine=engine, embedder=embedder, projector=projector)
+    state.engine = engine
+    state.embedder = _open_embedder(state, engine, file) if parent is None else None
+    state.projector = parent.projector if parent is not None else open_projector(settings, model, llm)
 
 
 def _checkpoint_bytes(settings: ServerSettings, llm: Llama) -> int:
@@ -193,9 +192,8 @@ def load_model(
     generates: bool,
     weights: Llama | None,
     mtp: bool = False,
-    check: Callable[[], None] | None = None,
 ) -> Llama:
-    """Load a model or an adapter. An exception from `check` ends the loading."""
+    """Load a model or an adapter."""
     n_ctx: int | Literal["fit"] = model.n_ctx or "fit"
     if not model.n_ctx and weights is not None:
         n_ctx = int(weights.n_ctx())
@@ -217,7 +215,6 @@ def load_model(
     return _load(
         settings,
         model.path,
-        check,
         # a model that only embeds does not use this context
         kv=(None if settings.kv == "mixed" else settings.kv) if generates else "f16",
         n_ctx=n_ctx if generates else CELLS,
@@ -237,11 +234,11 @@ def load_model(
 def load_draft_model(settings: ServerSettings, llm: Llama) -> Llama:
     kv = "mixed" if isinstance(llm.kv.config, MixedKVConfig) else "f16"
     return _load(
-        settings, Path(settings.draft_model), None, kv=kv, n_ctx=int(llm.n_ctx()), n_seq_max=settings.parallel
+        settings, Path(settings.draft_model), kv=kv, n_ctx=int(llm.n_ctx()), n_seq_max=settings.parallel
     )
 
 
-def _load(settings: ServerSettings, path: Path, check: Callable[[], None] | None, **options: Any) -> Llama:
+def _load(settings: ServerSettings, path: Path, **options: Any) -> Llama:
     if settings.n_batch:
         options.update(n_batch=settings.n_batch, n_ubatch=settings.n_batch)
     if settings.n_ubatch:
@@ -249,12 +246,6 @@ def _load(settings: ServerSettings, path: Path, check: Callable[[], None] | None
     if settings.n_gpu_layers is not None:
         options["n_gpu_layers"] = settings.n_gpu_layers
     with LoadingBar() as bar:
-
-        def progress(share: float) -> None:
-            bar(share)
-            if check is not None:
-                check()
-
         llm = Llama(
             path,
             **options,
@@ -262,10 +253,10 @@ def _load(settings: ServerSettings, path: Path, check: Callable[[], None] | None
             n_threads=settings.threads or None,
             n_threads_batch=settings.threads or None,
             verbose=settings.verbose,
-            progress=progress,
+            progress=bar,
         )
     if not settings.verbose:
-        tokenizer.silence()  # Llama changes the log
+        _llama_cpp.silence_log()  # Llama changes the log
     return llm
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -350,10 +349,3 @@ class ServerSettings(DoorSettings):
         if self.metadata_url:
             return self.metadata_url
         return f"sqlite:{beside(self.store)}" if self.store else IN_MEMORY
-
-
-def load_settings(
-    given: Mapping[str, Any], config: str | None = None, environ: Mapping[str, str] = os.environ
-) -> ServerSettings:
-    """Load the server's settings, see `DoorSettings.load`."""
-    return ServerSettings.load(given, config, environ)

@@ -9,7 +9,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from mixedkv.engine.engine import Engine
@@ -85,19 +84,6 @@ FIRST_SECONDS = 600.0  # for the first step, as nobody knows yet how long one ta
 _TIMES = 2  # the slowest step, measured
 
 
-class Steps(Protocol):
-    """The part of an engine that is watched."""
-
-    @property
-    def n_steps(self) -> int: ...
-
-    @property
-    def slowest_step_seconds(self) -> float: ...
-
-    @property
-    def has_work(self) -> bool: ...
-
-
 class StepWatch:
     """Watches one engine. Time counts in ticks, so that a process that was stopped for a while is not stuck
     when it goes on.
@@ -106,7 +92,7 @@ class StepWatch:
         seconds: since work has been waiting without a step that ended.
     """
 
-    def __init__(self, engine: Steps) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine, self._n_steps = engine, engine.n_steps
         self.seconds = 0.0
 
