@@ -17,8 +17,7 @@ import numpy as np
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import coverage
 from mixedkv.store.encryption import Cipher, KeyCipher
-from mixedkv.store.entry_error import EntryError, Reason
-from mixedkv.store.entry_row import NOBODY, EntryRow, Owner
+from mixedkv.store.entry_row import NOBODY, EntryError, EntryRow, Owner, Reason
 from mixedkv.store.eviction import Eviction
 from mixedkv.store.folder import StoreFolder, as_os_error, file_name, store_root
 from mixedkv.store.identity import Identity

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from mixedkv.kv.evaluate_again import Again, Span
 from mixedkv.kv.row_source import RowSource
 from mixedkv.store.entries import Entries
-from mixedkv.store.results import Link, Match
-from mixedkv.store.tally import Tally
+from mixedkv.store.results import Link, Match, Tally
 from mixedkv.tokens import Tokens
 
 _LOG = logging.getLogger("mixedkv.store")

@@ -15,9 +15,9 @@ from mixedkv.server.api.chat_jobs import chat_jobs
 from mixedkv.server.api.generation import OpenAIAnswer, usage
 from mixedkv.server.api.growing import Turn, check_version, respond_with
 from mixedkv.server.api.logprobs import chat_logprobs, prompt_logprobs
+from mixedkv.server.api.rendering import call_json, delta
 from mixedkv.server.api.schemas import ChatRequest
 from mixedkv.server.api.sse import sse
-from mixedkv.server.api.tools import call_json, delta
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import ServerState, find_session, model_of, read_prompt, tenant
 

@@ -14,8 +14,7 @@ import numpy as np
 
 from mixedkv.kv.block import KVBlock
 from mixedkv.store.entries import Entries, ParentGoneError
-from mixedkv.store.entry_error import EntryError
-from mixedkv.store.entry_row import EntryRow
+from mixedkv.store.entry_row import EntryError, EntryRow
 from mixedkv.store.folder import as_os_error, file_name
 from mixedkv.store.identity import Identity
 from mixedkv.store.index import Index

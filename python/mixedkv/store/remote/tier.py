@@ -25,8 +25,7 @@ import numpy as np
 from mixedkv.store import coverage
 from mixedkv.store.encryption import Cipher
 from mixedkv.store.entries import ParentGoneError, TooLargeError
-from mixedkv.store.entry_error import EntryError
-from mixedkv.store.entry_row import EntryRow
+from mixedkv.store.entry_row import EntryError, EntryRow
 from mixedkv.store.identity import Identity
 from mixedkv.store.lookup import BLOCK, Search, block_hashes, content_hash
 from mixedkv.store.remote.backend import (

@@ -23,7 +23,7 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.store.entry_error import EntryError
+from mixedkv.store.entry_row import EntryError
 
 try:
     import fcntl
