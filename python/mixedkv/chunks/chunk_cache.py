@@ -114,7 +114,7 @@ class ChunkCache:
             self.llm.kv.remove(0)  # leave nothing half done
             raise
         sequence.leave()
-        done = _timed(done, time.perf_counter() - begin)
+        done = replace(done, seconds=time.perf_counter() - begin)
         self._count(done)
         return done
 
@@ -236,10 +236,6 @@ def _use(segment: Segment) -> DonorUse:
     return DonorUse(
         begin=segment.begin, end=segment.end, entry=link.entry, at=segment.at, common_left=segment.common_left
     )
-
-
-def _timed(done: ChunkReuse, seconds: float) -> ChunkReuse:
-    return replace(done, seconds=seconds)
 
 
 def _is_given(prompt: Prompt) -> bool:

@@ -5,7 +5,7 @@ how they are repaired. Both `ChunkCache` and the engine use this.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -89,6 +89,10 @@ def parse_chunks(text: str) -> dict[str, Any]:
     return options
 
 
+# what a request chooses of its method, and of where passages are found
+_CHOICES = (("ratio", "overlap_k"), ("chunk_size", "boundary_window"))
+
+
 class Passages:
     """Finds passages; one thread at a time.
 
@@ -127,28 +131,27 @@ class Passages:
             UnsupportedModelError: this cache cannot serve the repair.
             ValueError: a value is out of range here; the message begins with `chunks.` and the field.
         """
-        method = self.method
-        if choice.repair is not None and choice.repair != method.repair:
-            method = Method(repair=choice.repair)
-        if choice.ratio is not None:
-            method = replace(method, ratio=choice.ratio)
-        if choice.overlap_k is not None:
-            method = replace(method, overlap_k=choice.overlap_k)
+        options, method = self._options, self.method
+        given = {name: value for name, value in asdict(choice).items() if value is not None}
+        of_method, of_options = ({name: given[name] for name in names if name in given} for names in _CHOICES)
+        try:
+            if choice.repair is not None and choice.repair != method.repair:
+                method = Method(repair=choice.repair)
+            method, options = replace(method, **of_method), replace(options, **of_options)
+        except ValueError as error:
+            raise ValueError(f"chunks.{error}") from None
         if (error := self._unsupported.get(method.repair)) is not None:
             raise UnsupportedModelError(f"chunks.{error}")
         if choice.ratio is not None and method.repair not in ("query", "cacheblend"):
             raise ValueError(f"chunks.ratio: repair={method.repair!r} has none: use query or cacheblend")
         if choice.overlap_k is not None and method.repair == "none":
             raise ValueError("chunks.overlap_k: repair='none' has none: use seam, query or cacheblend")
-        least, size = self._options.chunk_size, choice.chunk_size or self._options.chunk_size
-        most = min(self._n_ctx, self._sliding_window or self._n_ctx)
-        if not least <= size <= most:
-            raise ValueError(f"chunks.chunk_size={size}: use a whole number from {least} to {most}")
-        window = choice.boundary_window
-        if window is not None and window > size // 2:
-            raise ValueError(f"chunks.boundary_window={window}: use at most {size // 2}, half of chunk_size")
-        window = self._options.boundary_window if window is None else window
-        return replace(self._options, chunk_size=size, boundary_window=window), method
+        least, most = self._options.chunk_size, min(self._n_ctx, self._sliding_window or self._n_ctx)
+        if not least <= options.chunk_size <= most:
+            raise ValueError(
+                f"chunks.chunk_size={options.chunk_size}: use a whole number from {least} to {most}"
+            )
+        return options, method
 
     def find(
         self, tokens: Tokens, identity: Identity, n_exact: int, options: ChunkOptions | None = None
