@@ -467,6 +467,7 @@ class Engine:
         self.close()
 
     def _fetch_or_put(self, job: Job) -> None:
+        """Have the connector look for a job's KV first, if it may start from any; else the job begins."""
         if self._connector is not None and job.reuse:
             self._fetching.add(job)
             if self._connector.fetch(job):

@@ -163,6 +163,7 @@ class BodyLimit:
         return self._held.total() + more <= most or self._held[tenant] + more <= most // (1 + n_others)
 
     def _release(self, held: _Held) -> None:
+        """Count the memory of a body as free."""
         self._held[held.tenant] -= held.size
         if not self._held[held.tenant]:
             del self._held[held.tenant]
