@@ -29,7 +29,12 @@ class Deviation:
 
 def last_logits(llm: Llama) -> Logits:
     """Return a copy of the logits of the token that was evaluated last, float32 [n_vocab]."""
-    pointer = llama_cpp.llama_get_logits_ith(_llama_cpp.context(llm), -1)
+    return logits_at(llm, -1)
+
+
+def logits_at(llm: Llama, index: int) -> Logits:
+    """Return a copy of the logits of a token of the last batch, float32 [n_vocab]."""
+    pointer = llama_cpp.llama_get_logits_ith(_llama_cpp.context(llm), index)
     return np.array(np.ctypeslib.as_array(pointer, (llm.n_vocab(),)), np.float32)
 
 
