@@ -12,7 +12,8 @@ from mixedkv.cli.values import positive
 from mixedkv.config import PRESETS, parse_kv
 from mixedkv.model.footprint import ModelShape, Sliding, footprint, longest_context, model_shape
 from mixedkv.model.gguf_file import DEFAULT_N_CTX, ModelFile, default_n_ctx, read_model_file
-from mixedkv.model.layer_plan import Shares, read_shares
+from mixedkv.model.layer_plan import Shares
+from mixedkv.model.measured_shares import read_shares
 from mixedkv.model.named_model import HELP as MODEL_HELP
 from mixedkv.model.named_model import find_model
 from mixedkv.model.settle import settle

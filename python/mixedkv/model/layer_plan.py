@@ -8,14 +8,10 @@ bits: the errors of `LADDER` fall ever slower, and then no other order has less 
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import pairwise
-from pathlib import Path
 from typing import Literal
-
-from pydantic import BaseModel, ConfigDict
 
 from mixedkv.config.row_types import CPU_TYPES, type_bits, type_block
 from mixedkv.model.footprint import LayerShape, ModelShape
@@ -127,32 +123,3 @@ def _ladder(errors: Mapping[str, float]) -> list[str]:
 
 def _width(layer: LayerShape, part: str) -> int:
     return layer.n_embd_k if part == "k" else layer.n_embd_v
-
-
-class _Share(BaseModel):
-    """The fields of a row that a plan of layers needs; a row without a layer is one of the planned caches."""
-
-    model_config = ConfigDict(strict=True)
-
-    layer: int | None = None
-    part: Part | None = None
-    kld_share: float | None = None
-
-
-def read_shares(path: Path | str) -> dict[tuple[int, Part], float]:
-    """Return the shares, in nats, by layer and part, from a file of `mixedkv bench sensitivity --json`.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it holds no such rows.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-        rows = [row for row in map(json.loads, lines) if row.get("test") == "sensitivity"]
-        read = [_Share.model_validate(row) for row in rows]
-    except (AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is not what bench sensitivity --json writes: {error}") from None
-    shares = {(row.layer, row.part): row.kld_share for row in read if row.layer is not None and row.part}
-    if not shares or None in shares.values():
-        raise ValueError(f"{path} has no share of each layer: run mixedkv bench sensitivity --json {path}")
-    return shares  # type: ignore[return-value]

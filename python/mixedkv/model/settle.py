@@ -160,7 +160,7 @@ def for_budget(
     Args:
         model: a GGUF file, or its shape.
         n_ctx: tokens that the cache is made for, which `n_seq` sequences share.
-        shares: what `mixedkv bench sensitivity` measured: see `layer_plan.read_shares`.
+        shares: what `mixedkv bench sensitivity` measured: see `measured_shares.read_shares`.
         given: other fields of `MixedKVConfig`; `quantization_threshold` is the window to begin with.
 
     Raises:

@@ -13,11 +13,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import gguf
 import numpy as np
 
 from mixedkv.atomic_write import replacing
@@ -124,6 +121,8 @@ def write_f16(source: Path, path: Path) -> None:
     """Write a copy of a GGUF model with matrices in F16; the file appears only when it is complete."""
     import gguf  # takes a while
 
+    from mixedkv.model.gguf_copy import copy_metadata, write_and_close
+
     reader = gguf.GGUFReader(source)
     with replacing(path) as part:
         writer = gguf.GGUFWriter(part, reader.fields["general.architecture"].contents())
@@ -132,27 +131,3 @@ def write_f16(source: Path, path: Path) -> None:
             values = gguf.dequantize(tensor.data, tensor.tensor_type)
             writer.add_tensor(tensor.name, values.astype(np.float32 if values.ndim == 1 else np.float16))
         write_and_close(writer)
-
-
-def copy_metadata(
-    reader: gguf.GGUFReader, writer: gguf.GGUFWriter, changed: Mapping[str, Any] | None = None
-) -> None:
-    """Add the keys and values of `reader` to `writer`, with other values for the keys in `changed`.
-
-    The writer must have been made for the same architecture; it adds `general.architecture` itself.
-    """
-    for name, field in reader.fields.items():
-        if name.startswith("GGUF.") or name == "general.architecture":
-            continue
-        value = (changed or {}).get(name, field.contents())
-        kind = field.types[0]
-        is_array = kind == gguf.GGUFValueType.ARRAY
-        writer.add_key_value(name, value, kind, field.types[-1] if is_array else None)
-
-
-def write_and_close(writer: gguf.GGUFWriter) -> None:
-    """Write everything that was added to `writer`, and close its file."""
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()

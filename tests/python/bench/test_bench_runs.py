@@ -17,7 +17,8 @@ from mixedkv.bundled import model_path
 from mixedkv.config import PRESETS, MixedKVConfig, parse_kv
 from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
-from mixedkv.model.layer_plan import LayerPlan, read_shares
+from mixedkv.model.layer_plan import LayerPlan
+from mixedkv.model.measured_shares import read_shares
 from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, make_settings
 from mixedkv_bench.output import read_result
 from support.bench_support import Row, by_kv, run

@@ -12,7 +12,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.engine.chat.tokenizer import Tokenizer
-from mixedkv.model.smollm2 import copy_metadata, write_and_close
+from mixedkv.model.gguf_copy import copy_metadata, write_and_close
 
 BROKEN = "{% for message in messages %}\n{{ message.content }}\n{% endif %}"
 GOOD = "{% for message in messages %}{{ message.content }}{% endfor %}"

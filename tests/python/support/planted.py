@@ -16,8 +16,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+from mixedkv.model.gguf_copy import copy_metadata, write_and_close
 from mixedkv.model.named_model import find_model
-from mixedkv.model.smollm2 import copy_metadata, write_and_close
 
 
 def plant(

@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 
 from mixedkv.bundled import model_path
-from mixedkv.model.smollm2 import copy_metadata, write_and_close
+from mixedkv.model.gguf_copy import copy_metadata, write_and_close
 
 
 def recommending(path: Path, **values: float) -> Path:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.bundled import model_path
-from mixedkv.model.smollm2 import copy_metadata, write_and_close
+from mixedkv.model.gguf_copy import copy_metadata, write_and_close
 
 _N_CTX, _ROPE_BASE = 131072, 500_000.0
 _Q8_0 = gguf.GGMLQuantizationType.Q8_0
