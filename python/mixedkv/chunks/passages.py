@@ -140,8 +140,8 @@ class Passages:
             method, options = replace(method, **of_method), replace(options, **of_options)
         except ValueError as error:
             raise ValueError(f"chunks.{error}") from None
-        if (error := self._unsupported.get(method.repair)) is not None:
-            raise UnsupportedModelError(f"chunks.{error}")
+        if (lack := self._unsupported.get(method.repair)) is not None:
+            raise UnsupportedModelError(f"chunks.{lack}")
         if choice.ratio is not None and method.repair not in ("query", "cacheblend"):
             raise ValueError(f"chunks.ratio: repair={method.repair!r} has none: use query or cacheblend")
         if choice.overlap_k is not None and method.repair == "none":
