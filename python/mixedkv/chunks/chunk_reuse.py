@@ -1,4 +1,4 @@
-"""How passages are reused: what a request chooses, and what came of it."""
+"""Settings of reuse: what a request chooses, and what came of it."""
 
 from __future__ import annotations
 

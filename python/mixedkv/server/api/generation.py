@@ -191,7 +191,7 @@ def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
 
 
 class OpenAIAnswer(SentAnswer):
-    """What OpenAI's two endpoints have in common.
+    """The part of a stream that both of OpenAI's endpoints have.
 
     Args:
         prefix: of the answer's id.
