@@ -17,7 +17,7 @@ from mixedkv.config import KVSetting, MixedKVConfig
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.errors import CLOSED, ClosedError, MissingRowsError
 from mixedkv.kv import sequence_state
-from mixedkv.kv.truth import DOUBTED, Truth
+from mixedkv.kv.rows import DOUBTED, Truth
 from mixedkv.kv.window_settings import WindowSettings
 from mixedkv.limits import INT32_MAX
 from mixedkv.native import llama_cpp as _llama_cpp
@@ -211,7 +211,7 @@ class Evaluating(WindowSettings):
 
     @exclusive
     def truth(self, seq: int, tokens: npt.ArrayLike, p0: int = 0) -> Truth:
-        """Return what the rows of a sequence from position `p0` on are, uint8 [n], see `mixedkv.kv.truth`.
+        """Return what the rows of a sequence from position `p0` on are, uint8 [n], see `mixedkv.kv.rows`.
 
         Args:
             tokens: their ids, [n]; rows of others, and those that are not there, are doubted.
