@@ -165,7 +165,7 @@ class ServerSettings(DoorSettings):
     chunks: str = option(
         "",
         "with --reuse chunks, how passages are found and repaired: repair=query, ratio=0.15, overlap_k=4, "
-        "chunk_size=64, boundary_window=16",
+        "chunk_size=64, boundary_window=16, max_kld=0.25, check=0.01",
         "NAME=X,...",
     )
     speculation: Literal["", "off", "prompt-lookup", "draft-model", "mtp"] = option(
