@@ -33,7 +33,19 @@ def test_of_both(name, attention): pass
 
 def test_real(real_model): pass
 """
-REST = "def test_without_a_mark(): pass\n\ndef test_real(real_model_q4_1): pass\n"
+REST = """
+import pytest
+
+def test_without_a_mark(): pass
+
+def test_real(real_model_q4_1): pass
+
+@pytest.mark.parametrize("attention", ["fused", pytest.param("merged", marks=pytest.mark.full)])
+def test_marked(attention): pass
+
+@pytest.mark.parametrize("attention", ["fused", "merged"])
+def test_attention(attention): pass
+"""
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +79,27 @@ def collected(folder: Path, *options: str) -> set[str]:
                 "test_of_both[gemma2-merged]",
             },
         ),
-        ("full", {"test_of_a_model[qwen3]", "test_of_both[qwen3-fused]", "test_without_a_mark"}),
-        ("nightly", {"test_of_its_own", "test_of_a_parameter[1]", "test_of_both[qwen3-merged]", "test_real"}),
+        (
+            "full",
+            {
+                "test_of_a_model[qwen3]",
+                "test_of_both[qwen3-fused]",
+                "test_without_a_mark",
+                "test_marked[fused]",
+                "test_marked[merged]",
+                "test_attention[fused]",
+            },
+        ),
+        (
+            "nightly",
+            {
+                "test_of_its_own",
+                "test_of_a_parameter[1]",
+                "test_of_both[qwen3-merged]",
+                "test_real",
+                "test_attention[merged]",
+            },
+        ),
     ],
 )
 def test_a_test_is_of_one_tier(folder: Path, tier: str, tests: set[str]) -> None:
@@ -76,4 +107,4 @@ def test_a_test_is_of_one_tier(folder: Path, tier: str, tests: set[str]) -> None
 
 
 def test_without_the_option_all_are_there(folder: Path) -> None:
-    assert len(collected(folder)) == 13
+    assert len(collected(folder)) == 17
