@@ -43,6 +43,8 @@ def windows(request: pytest.FixtureRequest) -> Iterator[None]:
 # when a test runs: docs/decisions/070-three-tiers.md
 TIERS = {"core": "core", "full": "full", "nightly": "nightly", "slow": "nightly", "bench": "bench"}
 CORE_MODELS = ("llama-64", "gemma2", "lfm2")  # plain, sliding, hybrid; tests of core with others are of full
+# but these, which differ by the size of a head, norms or ALiBi, as the tests of the kernels do: nightly
+NIGHTLY_MODELS = ("llama-96", "llama-128", "qwen3", "refact")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,7 +65,7 @@ def tier(item: pytest.Item) -> str:
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
     name, merged = parameters.get("name"), parameters.get("attention") == "merged"
     if found in ("core", "full") and name in tuple(zoo.SHAPES) and name not in CORE_MODELS:
-        return "nightly" if merged else "full"
+        return "nightly" if merged or name in NIGHTLY_MODELS else "full"
     return "nightly" if merged and not marked else found
 
 

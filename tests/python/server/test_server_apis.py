@@ -26,7 +26,9 @@ def server() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module", params=["Qwen-Qwen2.5-7B-Instruct", ""])
+@pytest.fixture(
+    scope="module", params=["Qwen-Qwen2.5-7B-Instruct", pytest.param("", marks=pytest.mark.nightly)]
+)
 def tools(request: Any) -> Iterator[Server]:
     """A template with tools, and the bundled model's own, which has none."""
     options = ["--chat-template", str(template_path(request.param))] if request.param else []

@@ -271,6 +271,7 @@ def test_idle_ones_leave(options: list[str]) -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.nightly
 def test_the_least_recently_used_one_leaves(options: list[str]) -> None:
     with running(*options, "--max-loaded", "1") as server:
         with ThreadPoolExecutor(6) as pool:
@@ -282,6 +283,7 @@ def test_the_least_recently_used_one_leaves(options: list[str]) -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.nightly
 def test_kv_is_kept_on_disk_and_tenants_are_apart(options: list[str], tmp_path: Path) -> None:
     anna, bob = "anna-key-0123456789", "bob-key-01234567890"
     keys = str(key_file(tmp_path, f"anna:{anna}", f"bob:{bob}"))
@@ -322,6 +324,7 @@ def test_no_process_outlives_the_router(options: list[str], number: int) -> None
         assert "Traceback" not in server.log
 
 
+@pytest.mark.nightly
 def test_a_model_that_cannot_be_loaded_says_why_and_rests(files: dict[str, Path], tmp_path: Path) -> None:
     path = Path(shutil.copy(files["one"], tmp_path / "some.gguf"))
     with running("-m", str(files["two"]), "-m", str(path), *SMALL) as server:
@@ -341,6 +344,7 @@ def test_a_model_that_cannot_be_loaded_says_why_and_rests(files: dict[str, Path]
         )
 
 
+@pytest.mark.nightly
 def test_a_file_that_is_changed_is_loaded_anew(files: dict[str, Path], tmp_path: Path) -> None:
     path = Path(shutil.copy(files["one"], tmp_path / "some.gguf"))
     with running("-m", str(path), *SMALL, "--keep-alive", "-1") as server:
@@ -364,6 +368,7 @@ def test_what_is_wrong_at_the_start_is_told_then(files: dict[str, Path]) -> None
             pass
 
 
+@pytest.mark.nightly
 def test_warm_prompts_come_back(options: list[str], tmp_path: Path) -> None:
     """The models that have some are loaded at the start."""
     warm = tmp_path / "warm"
