@@ -32,7 +32,8 @@ from support.server_support import Server, children, key_file, running
 TEXT = "/v1/completions"
 RECALL = make_recall(seed=71_000, n_sentences=12)
 SMALL = ("--n-ctx", "1024", "--parallel", "2", "--idle-prefixes", "2")
-ENDLESS = {"prompt": "The lamp", "max_tokens": 900, "ignore_eos": True, "stream": True}
+LONG = {"prompt": "The lamp", "max_tokens": 900, "ignore_eos": True, "stream": True}
+ENDLESS = {**LONG, "max_tokens": 100_000, "overflow": "slide"}
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +102,8 @@ def lives(pid: int) -> bool:
 class Stream:
     """A streamed answer of a model, read line by line."""
 
-    def __init__(self, server: Server, model: str) -> None:
-        body = json.dumps({**ENDLESS, "model": model}).encode()
+    def __init__(self, server: Server, model: str, wanted: dict[str, Any] = ENDLESS) -> None:
+        body = json.dumps({**wanted, "model": model}).encode()
         request = urllib.request.Request(
             server.url + TEXT, body, {"Content-Type": "application/json"}, method="POST"
         )
@@ -168,7 +169,7 @@ def test_a_stream_comes_as_it_is_made_and_ends_with_its_client(server: Server) -
 @pytest.mark.core
 def test_a_process_that_is_killed_leaves_the_others(server: Server) -> None:
     ask(server, "one", max_tokens=1)
-    going, cut = Stream(server, "two"), Stream(server, "one")
+    going, cut = Stream(server, "two", LONG), Stream(server, "one")
     assert going.next()
     assert cut.next()
     with ThreadPoolExecutor(1) as pool:
@@ -238,7 +239,7 @@ def test_many_at_once_start_it_once(server: Server) -> None:
 
 
 def test_an_answer_under_way_is_not_cut_off(server: Server) -> None:
-    stream = Stream(server, "two")
+    stream = Stream(server, "two", LONG)
     stream.next()
     unload(server, "two")
     assert "[DONE]" in stream.rest()
