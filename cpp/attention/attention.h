@@ -58,24 +58,31 @@ struct attention_segment {
     int64_t                first_angle = 0; // of the pairs' cosines and sines: that of the first key
 };
 
-// Keys after the first segment that are worked on together, in the order in which they are read. Where a key has its
-// place follows from its position in the sequence, and not from where its row lies.
+// Keys of a sequence that are worked on together. Which keys they are, and at which place each of them has its turn,
+// follows from their positions in the sequence, and not from where their rows lie.
 struct attention_block {
     static constexpr int places = 64;
 
-    int32_t first = 0;    // of the places, a multiple of 16
-    int32_t n     = 0;    // places from `first` to the last key
-    int32_t keys[places]; // at each of these n places: the key's column less the keys of the first segment; -1: none
+    int32_t n   = 0;  // places up to that of the last key
+    int32_t key = -1; // the column of the first key
+    int32_t list =
+        -1; // of the order's lists, with a place's column each; -1: n keys of one segment that lie side by side
+    int32_t readers = 0; // of the order's sets, counted from 1, which queries may see the keys; 0: the mask alone tells
 };
 
-// The order in which the keys after the first segment are read. Each of them has at most one place. Their rows are F16.
+// The order in which keys are read whose rows may lie anywhere. A query sees each of its keys in one block. Keys of the
+// first segment have blocks of their own, or none: then they are read as they lie. All the others are F16.
 struct attention_order {
-    const attention_block * blocks   = nullptr; // nullptr: there is no order, they are read as they lie
-    int64_t                 n_blocks = 0;
+    const attention_block * blocks   = nullptr;
     const int64_t *         splits   = nullptr; // [n_splits + 1] blocks where a run begins that one thread may work on
-    int64_t                 n_splits = 0;       // also the most there will be, when bytes are asked for
-    const uint16_t *        mask     = nullptr; // F16 [n_queries, n_blocks, places]: a block's n places, -inf for none
-    size_t                  mask_row = 0;       // bytes from query to query
+    int64_t                 n_splits = 0; // 0: there is no order. The most there will be, when bytes are asked for
+    int64_t                 n_plain  = 0; // columns before all others that are read as they lie
+
+    const int32_t *  lists      = nullptr; // [places] columns each, -1: no key
+    const uint16_t * mask       = nullptr; // F16 [n_queries, lists, places], -inf where there is no key
+    size_t           mask_row   = 0;       // bytes from query to query
+    const uint8_t *  readers    = nullptr; // [sets, n_queries]
+    int64_t          reader_row = 0;       // queries of a set
 };
 
 constexpr int attention_max_segments = 3; // cold rows, hot ring, running micro-batch
@@ -92,7 +99,7 @@ struct attention_page_counts {
 constexpr int attention_page  = 4; // keys of the first segment that follow each other, which decode reads or leaves out
 constexpr int attention_strip = 16; // of which it has a sketch; both begin at multiples of them
 
-// Two bits of each element of K (see sketch.h), and which pages queries read: attention_choose_pages() says so,
+// Two bits of each element of K (see sparse/sketch.h), and which pages queries read: attention_choose_pages() says so,
 // attention_run() obeys. Decode only, keys of the first segment. The scalar body reads all.
 struct attention_pages {
     const uint8_t *  bits   = nullptr; // of a strip attention_sketch_bytes()

@@ -5,8 +5,8 @@
 
 #if defined(__AMX_BF16__)
 
-#include "page_choice.h"
-#include "sketcher.h"
+#include "sparse/page_choice.h"
+#include "sparse/sketcher.h"
 #include "x86/amx_prefill.h"
 #include "x86/vnni_bytes.h"
 

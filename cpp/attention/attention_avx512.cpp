@@ -2,8 +2,8 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
 
-#include "page_choice.h"
-#include "sketcher.h"
+#include "sparse/page_choice.h"
+#include "sparse/sketcher.h"
 #include "x86/vnni_bytes.h"
 
 namespace mixedkv {

@@ -4,8 +4,8 @@
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && defined(__AVXVNNI__)
 
-#include "page_choice.h"
-#include "sketcher.h"
+#include "sparse/page_choice.h"
+#include "sparse/sketcher.h"
 #include "x86/avx2_decode.h"
 #include "x86/avx2_prefill.h"
 

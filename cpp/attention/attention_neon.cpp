@@ -2,9 +2,9 @@
 
 #if defined(__aarch64__)
 
-#include "page_choice.h"
 #include "simd/vector_neon.h"
-#include "sketcher.h"
+#include "sparse/page_choice.h"
+#include "sparse/sketcher.h"
 #include "tile.h"
 
 namespace mixedkv {

@@ -71,37 +71,38 @@ void run_split(const attention_item & w, int i, const item_memory & m) {
     begin(m, a.d_v);
     float      k[attention_max_head_size];
     float      v[attention_max_head_size];
-    // mask: of the first query of the call, nullptr: all see the key
-    const auto add_key = [&](const attention_segment & s, int64_t key, const uint16_t * mask, size_t mask_row) {
+    const auto add_key = [&](const attention_segment & s, int64_t key, const key_span & span) {
         unpack_row(s.k, key, w.head0 + i, a.d_k, k);
         unpack_row(s.v, key, w.head0 + i, a.d_v, v);
         for (int row = 0; row < m.rows; row++) {
             const int64_t query = w.q0 + row / group;
             const int     head  = (w.head0 + i) * group + row % group;
             float         bias  = 0.0f;
-            if (mask) {
-                bias = alibi_slope(a, head) * half_to_float(mask[query * (mask_row / sizeof(uint16_t))]);
+            if (span.mask || a.mask) {
+                bias = alibi_slope(a, head) * half_to_float(*mask_of(w, span, row / group));
             }
-            if (bias != -INFINITY) {
+            if (bias != -INFINITY && may_read(w, span, row / group)) {
                 const float subtracted_bias = score_pairs(a, s, key, query, head);
                 accumulate(m, row, a.d_v, score(a, queries + row * a.d_k, k, subtracted_bias, bias), v);
             }
         }
     };
+    mask_state states[1];
     for (int64_t segment = 0, first = 0; segment < a.n_segments; first += a.segments[segment++].n) {
         const attention_segment & s = a.segments[segment];
         for (int64_t key = 0; key < s.n; key++) {
             if (first + key >= w.k0 && first + key < w.k1) {
-                add_key(s, key, a.mask ? a.mask + first + key : nullptr, a.mask_row);
+                add_key(s, key, { &s, key, first + key, 1, states });
             }
         }
     }
     for (int64_t block = w.block0; block < w.block1; block++) {
-        const attention_block & b = a.order.blocks[block];
-        for (int place = 0; place < b.n; place++) {
-            if (b.keys[place] >= 0) {
-                const placed_key at(a, b.keys[place]);
-                add_key(*at.segment, at.key, a.order.mask + block * key_block + place, a.order.mask_row);
+        for (int place = 0; place < a.order.blocks[block].n; place++) {
+            const key_span span   = span_of(a, a.order.blocks[block], place, 1, states);
+            const int64_t  column = span.list ? *span.list : span.column;
+            if (column >= 0) {
+                const placed_key at(a, column);
+                add_key(*at.segment, at.key, span);
             }
         }
     }

@@ -1,6 +1,6 @@
 // The cut of a call into items, their distribution over threads, and the choice of the instruction set.
 
-#include "pages.h"
+#include "sparse/pages.h"
 
 #include <algorithm>
 #include <atomic>

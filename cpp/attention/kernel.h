@@ -17,9 +17,9 @@ struct block_panels {
     alignas(64) float k[floats];
     alignas(64) float v[floats];
 
-    // rows of pages that were put together, of up to two bytes an element
-    alignas(64) char rows_k[2 * floats];
-    alignas(64) char rows_v[2 * floats];
+    // rows that were put together, of up to four bytes an element
+    alignas(64) char rows_k[4 * floats];
+    alignas(64) char rows_v[4 * floats];
 };
 
 // Work for one thread: some queries of one stream, against some keys, for some KV heads.
@@ -76,7 +76,7 @@ inline int64_t count_keys(const attention_args & a) {
 
 // Keys that are read as they lie
 inline int64_t count_plain_keys(const attention_args & a) {
-    return a.order.blocks ? a.segments[0].n : count_keys(a);
+    return a.order.n_splits > 0 ? a.order.n_plain : count_keys(a);
 }
 
 inline int64_t count_splits(const attention_args & a) {

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "kernel.h"
+#include "row_types.h"
 
 namespace mixedkv {
 namespace {
@@ -33,10 +33,13 @@ struct key_span {
     int                       n;
     const mask_state *        states; // [queries of the item]
 
-    // The mask where its columns are not those of the keys: of pages, for the only query that sees them; of a block of
+    // The mask where its columns are not those of the keys: of pages, for the only query that sees them; of a list of
     // an order, for all queries of the stream.
     const uint16_t * mask     = nullptr;
     size_t           mask_row = 0; // bytes from query to query
+
+    // of an order, whether a query of the stream may see the keys; nullptr: the mask alone tells
+    const uint8_t * readers = nullptr;
 
     // Where pages are left out, those of the first segment that were put together here, and those that are read next;
     // nullptr: keys follow each other.
@@ -45,15 +48,27 @@ struct key_span {
     const float *     inverse_probability =
         nullptr; // what is added to the score of each key, in units of log2; nullptr: zeros
 
-    // The places of a block of an order that the keys have; nullptr: they have none
-    const int32_t * places = nullptr;
+    // The columns of keys whose rows do not lie side by side, -1: no key. place_rows() puts them together.
+    const int32_t * list = nullptr;
+
+    // F16 rows that a query reads in a decode step and in a prompt: their products are summed up in one way
+    bool is_hot = false;
 };
+
+// Where the i-th of keys that were put together lies in the first segment; 0 where there is none
+inline int64_t key_at(const key_span & span, int i) {
+    return span.pages ? span.pages->at(i) : span.list[i] > 0 ? span.list[i] : 0;
+}
 
 // What a query sees of the keys
 inline const uint16_t * mask_of(const attention_item & w, const key_span & span, int64_t query) {
     return span.mask ? reinterpret_cast<const uint16_t *>(reinterpret_cast<const char *>(span.mask) +
                                                           (w.q0 + query) * span.mask_row)
                      : mask_row(*w.args, w.q0 + query) + span.column;
+}
+
+inline bool may_read(const attention_item & w, const key_span & span, int64_t query) {
+    return !span.readers || span.readers[w.q0 + query];
 }
 
 inline mask_state state_of(const uint16_t * mask, int n) {
@@ -65,8 +80,7 @@ inline mask_state state_of(const uint16_t * mask, int n) {
     return !visible ? all_hidden : !nonzero ? all_plain : mixed;
 }
 
-// What another layer of this step has found for the block, or will find there. Blocks of a segment are 64 keys apart,
-// or cut at a multiple of 64.
+// What another layer of this step has found for the block, or will find there.
 inline mask_state recall_state(const attention_item & w, int64_t block, const key_span & span, int64_t query) {
     const attention_seen & seen  = w.args->seen;
     uint32_t &             entry = seen.blocks[block * seen.row + w.q0 + query];
@@ -82,13 +96,13 @@ inline mask_state recall_state(const attention_item & w, int64_t block, const ke
 // Fills states[0, item.n_queries); false when no query sees any of the keys. `block` counts what is kept of the step,
 // -1: nothing is.
 inline bool scan_mask(const attention_item & w, int64_t block, const key_span & span, mask_state * states) {
-    if (!span.mask && !w.args->mask) {
-        std::memset(states, all_plain, w.n_queries);
-        return true;
-    }
-    bool any = false;
+    const bool has_mask = span.mask || w.args->mask;
+    bool       any      = false;
     for (int64_t i = 0; i < w.n_queries; i++) {
-        states[i] = block >= 0 ? recall_state(w, block, span, i) : state_of(mask_of(w, span, i), span.n);
+        states[i] = !may_read(w, span, i) ? all_hidden
+                    : !has_mask           ? all_plain
+                    : block >= 0          ? recall_state(w, block, span, i)
+                                          : state_of(mask_of(w, span, i), span.n);
         any |= states[i] != all_hidden;
     }
     return any;
@@ -168,37 +182,76 @@ struct prefetcher {
     }
 };
 
-// Calls block(span) for each block of `step` keys of the item's split that some query sees. Keys that have an order
-// come without rows: place_rows() finds them.
+// Where the rows of a column lie
+struct placed_key {
+    const attention_segment * segment;
+    int64_t                   key;
+
+    placed_key(const attention_args & a, int64_t column) : segment(a.segments), key(column) {
+        for (; key >= segment->n; segment++) {
+            key -= segment->n;
+        }
+    }
+};
+
+// A block of an order from one of its places on
+inline key_span span_of(const attention_args & a, const attention_block & b, int place, int n,
+                        const mask_state * states) {
+    const attention_order & order = a.order;
+    const placed_key        first(a, b.list < 0 ? b.key + place : b.key);
+    key_span                span{ first.segment, first.key, b.key + place, n, states };
+    span.is_hot = first.segment != a.segments;
+    if (b.readers > 0) {
+        span.readers = order.readers + (b.readers - 1) * order.reader_row;
+    }
+    if (b.list >= 0) {
+        const int64_t at = int64_t(b.list) * key_block + place;
+        span.list        = order.lists + at;
+        span.mask        = order.mask + at;
+        span.mask_row    = order.mask_row;
+    }
+    return span;
+}
+
+// Calls block(span) for each block of `step` keys of the item's split that some query sees. Rows of a list come where
+// they lie: place_rows() puts them together.
 template <class Block>
 void for_each_block(const attention_item & w, int step, Block block) {
     static_assert(attention_block::places == key_block);
     const attention_order & order  = w.args->order;
     const bool              recall = w.decode && w.args->seen.blocks && step == key_block;
-    const auto kept = [&](int64_t i, int segment) { return recall ? i * attention_max_segments + segment : -1; };
-    mask_state states[tile_rows];
-    int64_t    column = 0;
+    const int64_t           most   = recall ? attention_seen_blocks(count_keys(*w.args)) : 0;
+    const auto              kept   = [&](int64_t i) { return i < most ? i : -1; };
+    mask_state              states[tile_rows];
+    int64_t                 column = 0;
     for (int i = 0; i < w.args->n_segments; i++) {
         const attention_segment & s     = w.args->segments[i];
         const int64_t             begin = w.k0 > column ? w.k0 - column : 0;
         const int64_t             end   = w.k1 - column < s.n ? w.k1 - column : s.n;
         for (int64_t key = begin; key < end; key += step) {
             key_span span{ &s, key, column + key, int(end - key < step ? end - key : step), states };
-            if (scan_mask(w, kept(span.column / key_block, i), span, states)) {
+            if (scan_mask(w, kept(span.column / key_block * attention_max_segments + i), span, states)) {
                 span.n = count_visible(w, span);
                 block(span);
             }
         }
         column += s.n;
     }
+    const int64_t n_plain = order.n_plain > 0 ? attention_seen_blocks(order.n_plain) : 0;
     for (int64_t i = w.block0; i < w.block1; i++) {
-        const attention_block & b = order.blocks[i];
+        attention_block b = order.blocks[i];
+        for (; step > key_block && i + 1 < w.block1 && b.n + key_block <= step; i++) { // what goes on is read on
+            const attention_block & next = order.blocks[i + 1];
+            const placed_key        last(*w.args, b.key + b.n - 1);
+            if (b.n % key_block != 0 || b.list >= 0 || next.list >= 0 || next.key != b.key + b.n ||
+                next.readers != b.readers || last.key + 1 == last.segment->n) {
+                break;
+            }
+            b.n += next.n;
+        }
         for (int place = 0; place < b.n; place += step) {
-            key_span span{ nullptr, 0, 0, b.n - place < step ? b.n - place : step, states };
-            span.mask     = order.mask + i * key_block + place;
-            span.mask_row = order.mask_row;
-            span.places   = b.keys + place;
-            if (scan_mask(w, i <= column / key_block ? kept(i, 1) : -1, span, states)) {
+            key_span span = span_of(*w.args, b, place, b.n - place < step ? b.n - place : step, states);
+            if (scan_mask(w, kept(n_plain + i), span, states)) {
                 span.n = count_visible(w, span);
                 block(span);
             }
@@ -206,56 +259,33 @@ void for_each_block(const attention_item & w, int step, Block block) {
     }
 }
 
-// Where the rows of a key lie that has a column behind those of the first segment
-struct placed_key {
-    const attention_segment * segment;
-    int64_t                   key;
-
-    placed_key(const attention_args & a, int64_t column) : segment(a.segments + 1), key(column) {
-        for (; key >= segment->n; segment++) {
-            key -= segment->n;
-        }
-    }
-};
-
-// A span of keys in an order as one that has rows, for one KV head. They lie side by side if all do so in their
-// segment, else they are copied to `copied` and the thread's panels, with zeros where there is no key.
+// A span whose rows lie side by side, for one KV head: as they are, or copied to `copied` and the thread's panels, with
+// zeros where there is no key.
 inline key_span place_rows(const attention_item & w, int head, const key_span & span, attention_segment & copied) {
-    if (!span.places) {
+    if (!span.list) {
         return span;
     }
-    key_span res     = span;
-    bool     as_lies = span.places[0] >= 0;
-    for (int i = 1; i < span.n && as_lies; i++) {
-        as_lies = span.places[i] == span.places[0] + i;
-    }
-    if (as_lies) {
-        const placed_key first(*w.args, span.places[0]);
-        res.segment = first.segment;
-        res.first   = first.key;
-        if (first.key + span.n <= first.segment->n) {
-            return res;
-        }
-    }
-    const size_t bytes_k = w.args->d_k * sizeof(uint16_t);
-    const size_t bytes_v = w.args->d_v * sizeof(uint16_t);
-    copied               = {};
-    copied.n             = span.n;
-    copied.k.data        = w.panels->rows_k;
-    copied.v.data        = w.panels->rows_v;
-    copied.k.row         = bytes_k;
-    copied.v.row         = bytes_v;
-    res.segment          = &copied;
-    res.first            = 0;
+    key_span      res     = span;
+    const int64_t bytes_k = bytes_of_row(span.segment->k, w.args->d_k);
+    const int64_t bytes_v = bytes_of_row(span.segment->v, w.args->d_v);
+    copied                = *span.segment;
+    copied.n              = span.n;
+    copied.k.data         = w.panels->rows_k;
+    copied.v.data         = w.panels->rows_v;
+    copied.k.row          = bytes_k;
+    copied.v.row          = bytes_v;
+    copied.k.head = copied.v.head = 0;
+    res.segment                   = &copied;
+    res.first                     = 0;
     for (int i = 0; i < span.n; i++) {
         char * k = w.panels->rows_k + i * bytes_k;
         char * v = w.panels->rows_v + i * bytes_v;
-        if (span.places[i] < 0) {
+        if (span.list[i] < 0) {
             std::memset(k, 0, bytes_k);
             std::memset(v, 0, bytes_v);
             continue;
         }
-        const placed_key from(*w.args, span.places[i]);
+        const placed_key from(*w.args, span.list[i]);
         std::memcpy(k, key_row(from.segment->k, from.key, head), bytes_k);
         std::memcpy(v, key_row(from.segment->v, from.key, head), bytes_v);
     }

@@ -86,6 +86,14 @@ bool with_block_type(row_type type, F f) {
     }
 }
 
+// Bytes of a head's row of d elements
+inline int64_t bytes_of_row(const attention_rows & rows, int d) {
+    int64_t bytes = rows.type == row_type::f16 ? 2 * d : int64_t(rows.head);
+    with_block_type(rows.type,
+                    [&](auto type) { bytes = d / block_elements(type.value) * int64_t(block_bytes(type.value)); });
+    return bytes;
+}
+
 // Of 127 2^23, what makes the error of vector layers' rough_exp2() as large above as below
 constexpr float rough_exp2_bias = 0x1p23f * (127.0f - 0.043f);
 

@@ -3,10 +3,10 @@
 
 #pragma once
 
-#include "pages.h"
 #include "product.h"
 #include "row_types.h"
 #include "softmax.h"
+#include "sparse/pages.h"
 
 #include "simd/half.h"
 #include "simd/rotation.h"
@@ -149,12 +149,12 @@ struct tile {
         }
     }
 
-    // Decode: s[rows][key_block] of all rows. Rows that have an order are as prefill scores them, bit by bit; others
-    // are taken as they lie.
+    // Decode: s[rows][key_block] of all rows. Hot ones are as prefill scores them, bit by bit; others are taken as they
+    // lie.
     static void score_rows(const attention_item & w, int head, const item_memory & m, const key_span & span,
                            float * s) {
         const int64_t d = round_up(w.args->d_k, 16);
-        if (span.places) {
+        if (span.is_hot) {
             const int ld = block_keys(*w.args); // what the panel holds of long rows
             transpose_keys(w, head, span, ld, w.panels->k);
             for (int r = 0; r < m.rows; r += L::rows) {
@@ -215,9 +215,9 @@ struct tile {
             const float * cosines   = pair.cosines + first;
             const float * sines     = pair.sines + first;
             float         gathered[2][key_block];
-            if (span.pages) {
+            if (span.pages || span.list) {
                 for (int j = 0; j < round_up(span.n, L::width); j++) {
-                    const int64_t key = span.segment->first_angle + span.pages->at(j < span.n ? j : 0);
+                    const int64_t key = span.segment->first_angle + key_at(span, j < span.n ? j : 0);
                     gathered[0][j]    = pair.cosines[key];
                     gathered[1][j]    = pair.sines[key];
                 }

@@ -129,7 +129,7 @@ mixedkv_status mixedkv_count_computed(llama_context * ctx, int32_t seq_id, int32
         if (!llama_kv_mixed_caches(ctx->get_memory()).empty()) {
             check_seq(ctx, seq_id);
             settle(ctx);
-            *out = ctx->truth.count_computed(ctx->get_memory(), seq_id, p0, tokens, n);
+            *out = ctx->hooks.truth.count_computed(ctx->get_memory(), seq_id, p0, tokens, n);
         }
     });
 }
@@ -143,7 +143,7 @@ mixedkv_status mixedkv_get_truth(llama_context * ctx, int32_t seq_id, int32_t p0
         if (!llama_kv_mixed_caches(ctx->get_memory()).empty()) {
             check_seq(ctx, seq_id);
             settle(ctx);
-            const auto truth = ctx->truth.ask(ctx->get_memory(), seq_id, p0, tokens, n);
+            const auto truth = ctx->hooks.truth.ask(ctx->get_memory(), seq_id, p0, tokens, n);
             std::copy(truth.begin(), truth.end(), out);
         }
     });
@@ -160,7 +160,7 @@ mixedkv_status mixedkv_get_past(llama_context * ctx, int32_t seq_id, int32_t p0,
         if (!llama_kv_mixed_caches(ctx->get_memory()).empty()) {
             check_seq(ctx, seq_id);
             settle(ctx);
-            *out = ctx->truth.get_past(ctx->get_memory(), seq_id, p0);
+            *out = ctx->hooks.truth.get_past(ctx->get_memory(), seq_id, p0);
         }
     });
 }
@@ -179,7 +179,7 @@ mixedkv_status mixedkv_set_truth(llama_context * ctx, int32_t seq_id, int32_t p0
         check_truth(truth);
         if (!llama_kv_mixed_caches(ctx->get_memory()).empty()) {
             check_seq(ctx, seq_id);
-            ctx->truth.say(ctx->get_memory(), seq_id, p0, past, tokens, n, truth);
+            ctx->hooks.truth.say(ctx->get_memory(), seq_id, p0, past, tokens, n, truth);
         }
     });
 }
@@ -190,13 +190,13 @@ mixedkv_status mixedkv_limit_truth(llama_context * ctx, int32_t seq_id, int32_t 
         check_truth(truth);
         if (!llama_kv_mixed_caches(ctx->get_memory()).empty()) {
             check_seq(ctx, seq_id);
-            ctx->truth.limit(ctx->get_memory(), seq_id, p0, p1, truth);
+            ctx->hooks.truth.limit(ctx->get_memory(), seq_id, p0, p1, truth);
         }
     });
 }
 
 const char * mixedkv_refused(llama_context * ctx) {
-    return ctx ? ctx->truth.refused.c_str() : "";
+    return ctx ? ctx->hooks.truth.refused.c_str() : "";
 }
 
 mixedkv_status mixedkv_check_rows(llama_context * ctx) {

@@ -215,7 +215,7 @@ mixedkv_status mixedkv_enter(llama_context * ctx, bool wait) {
 mixedkv_status mixedkv_leave(llama_context * ctx) {
     return guarded([&] {
         require(ctx, MIXEDKV_INVALID, "ctx is NULL");
-        ctx->busy.unlock();
+        ctx->hooks.busy.unlock();
     });
 }
 
@@ -341,7 +341,7 @@ mixedkv_status mixedkv_set_window(llama_context * ctx, uint32_t threshold, uint3
             dynamic_cast<llama_kv_cache_mixed &>(*kv).get_hot().set_window(window);
         }
         for (uint32_t s = 0; !same && s < llama_n_seq_max(ctx); ++s) { // they were computed under another
-            ctx->truth.limit(ctx->get_memory(), int32_t(s), 0, -1, MIXEDKV_APPROXIMATE);
+            ctx->hooks.truth.limit(ctx->get_memory(), int32_t(s), 0, -1, MIXEDKV_APPROXIMATE);
         }
     });
 }

@@ -47,7 +47,7 @@ inline void require(bool ok, mixedkv_status status, const std::string & message)
 inline std::unique_lock<std::recursive_mutex> enter(llama_context * ctx, bool wait) {
     require(ctx, MIXEDKV_INVALID, "ctx is NULL");
 
-    std::unique_lock<std::recursive_mutex> res(ctx->busy, std::defer_lock);
+    std::unique_lock<std::recursive_mutex> res(ctx->hooks.busy, std::defer_lock);
     require(wait ? (res.lock(), true) : res.try_lock(), MIXEDKV_BUSY,
             "another thread is using this context, and llama.cpp takes one at a time: call this on the thread that "
             "evaluates, or again later");

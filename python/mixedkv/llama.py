@@ -41,7 +41,6 @@ from mixedkv.model.gguf_file import (
 )
 from mixedkv.model.named_model import find_model, is_name
 from mixedkv.native import llama_cpp as _llama_cpp
-from mixedkv.native.devices import gpu_room
 from mixedkv.native.llama_arguments import (
     beyond_training,
     check_names,
@@ -49,7 +48,7 @@ from mixedkv.native.llama_arguments import (
     check_sequences,
     check_snapshots,
 )
-from mixedkv.native.memory import memory_room
+from mixedkv.native.memory import gpu_room, memory_room
 from mixedkv.native.templates import readable
 from mixedkv.prompts import long_text
 from mixedkv.streaming.layer_choice import Asked

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from pydantic import Field
 
 from mixedkv.config import MixedKVConfig
-from mixedkv.config.layers import shorten
 from mixedkv.model.layer_plan import FINEST, MEASURED, LayerPlan, Part, Shares
+from mixedkv.model.settle import shorten
 from mixedkv_bench.bench_test import Bench, BenchTest, Options
 from mixedkv_bench.harness.cache_settings import Setting
 from mixedkv_bench.harness.row import Row, measured

@@ -108,7 +108,7 @@ struct mixedkv_seq_info {
     int32_t hot_begin;  // first position of the recent window, pos_max + 1 when it is empty
     int32_t n_hot;      // live rows that attention reads in F16
     int32_t n_cold;     // live rows that attention reads in the cold type
-    int32_t short_from; // first position that was evaluated without F16 rows which made room for others, -1: none
+    int32_t short_from; // first position that was evaluated without an F16 row of its window, -1: none
 };
 
 // What a row is, from best to worst. A token is at most as good as the worst that it attended to.

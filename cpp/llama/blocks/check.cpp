@@ -134,11 +134,9 @@ static std::string check_window(
 }
 
 static std::string check_shift(llama_context & ctx, const llama_kv_cache & kv) {
-    if (!llama_kv_mixed_can_turn(kv, ctx.get_model().hparams)) {
-        return "llama.cpp cannot shift a quantised uniform cache where RoPE turns a part of each head: use a mixed cache, or f16";
-    }
-    if (!ctx.get_memory()->get_can_shift()) {
-        return "positions of architecture '" + ctx.get_model().arch_name() + "' cannot be shifted: load the block where it was";
+    if (!kv.get_can_shift() || !ctx.get_memory()->get_can_shift()) {
+        return "llama.cpp cannot shift positions of architecture '" + ctx.get_model().arch_name() + "' in this cache: load the block where "
+            "it was, or use a mixed cache, or f16";
     }
 
     // upstream's K-shift of a rotated uniform cache reads whole blocks of 64

@@ -3,10 +3,11 @@
 #include "blocks/view.h"
 #include "cache/mixed.h"
 #include "graph/node.h"
+#include "hooks/context.h"
 #include "hooks/eval-chain.h"
-#include "hooks/setup.h"
 #include "hooks/support.h"
 
+#include "llama-batch.h"
 #include "llama-context.h"
 
 #include <algorithm>
@@ -125,22 +126,20 @@ private:
     std::vector<llama_kv_mass>          masses;
 };
 
-struct fills_scope {
-    fills_scope()  { llama_kv_mixed_set_fills(true); }
-    ~fills_scope() { llama_kv_mixed_set_fills(false); }
-};
-
 static int32_t decode(llama_context & ctx, const llama_batch & batch, int32_t last_layer) {
-    const fills_scope fills;
+    const auto inside = llama_kv_mixed_enter(ctx);
+
+    const llama_batch_compat compat(&ctx, batch);
+    compat.batch_ext->fills = true;
 
     if (last_layer < 0) {
-        return llama_decode(&ctx, batch);
+        return ctx.decode(*compat.batch_ext);
     }
 
     stop_after             stop(find_mixed(ctx, last_layer)->get_node(last_layer));
-    const llama_eval_guest guest(ctx.evals, stop);
+    const llama_eval_guest guest(ctx.hooks.evals, stop);
 
-    return llama_decode(&ctx, batch);
+    return ctx.decode(*compat.batch_ext);
 }
 
 // What it lacked before it lacks again, whichever micro-batch failed. What is behind stays: see vendor/patches/08.
@@ -172,7 +171,7 @@ int32_t llama_kv_fill_decode(llama_context & ctx, const llama_kv_fill & fill) {
     if (res == 0) {
         attention.add();
         for (uint32_t i = 0; i < fill.n && fill.last_layer >= 0; ++i) { // rows of later layers were not computed
-            ctx.truth.limit(ctx.get_memory(), fill.seq_id, fill.positions[i], fill.positions[i] + 1, MIXEDKV_DOUBTED);
+            ctx.hooks.truth.limit(ctx.get_memory(), fill.seq_id, fill.positions[i], fill.positions[i] + 1, MIXEDKV_DOUBTED);
         }
     } else {
         take_back(ctx, fill);

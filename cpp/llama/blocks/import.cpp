@@ -272,7 +272,7 @@ static void import_group(llama_context & ctx, placement & place, llama_seq_id se
         if (shift != 0) {
             cells.pos_add(cell, shift);
         }
-        ctx.truth.set(place.kv, strm, cell, MIXEDKV_DOUBTED, LLAMA_TOKEN_NULL); // until the caller says more
+        ctx.hooks.truth.set(place.kv, strm, cell, MIXEDKV_DOUBTED, LLAMA_TOKEN_NULL); // until the caller says more
     }
 
     for (uint32_t il = 0; il < group.n_layers; ++il) {
@@ -475,7 +475,7 @@ std::string llama_kv_rows_restore_window(
         if (replaced[i]) {
             place.kv.seq_rm(seq_id, -1, -1);
             import_group(ctx, place, seq_id, 0);
-            ctx.truth.follow(ctx.get_memory(), place.kv, seq_id);
+            ctx.hooks.truth.follow(ctx.get_memory(), place.kv, seq_id);
         } else if (place.group.n_hot > 0 && mixed && mixed->get_hot().has_rows()) {
             complete = restore_hot(place, seq_id, *mixed) && complete;
         }

@@ -18,7 +18,6 @@ llama_kv_hot_slots::llama_kv_hot_slots(
     }
 
     use.step.assign(n_seq_max, 0);
-    use.lost.assign(n_seq_max, -1);
     use.short_from.assign(n_seq_max, -1);
 
     begins.assign(n_seq_max, 0);
@@ -68,6 +67,22 @@ bool llama_kv_hot_slots::is_wanted(uint32_t strm, uint32_t cell, const mixedkv::
     return false;
 }
 
+bool llama_kv_hot_slots::is_window_whole(llama_seq_id seq_id, llama_pos pos) const {
+    const uint32_t strm = seq_to_stream[seq_id];
+    const auto &   rows = v_cells[strm].seq_pos_get(seq_id);
+
+    const auto is_whole = [&](llama_pos p0, llama_pos p1) {
+        for (auto it = rows.lower_bound({ p0, 0 }); it != rows.end() && it->first < p1; ++it) {
+            if (rings[strm].slot_of(it->second) < 0) {
+                return false;
+            }
+        }
+        return true;
+    };
+
+    return is_whole(0, std::min<llama_pos>(pos, window.sink_tokens)) && is_whole(window.begin(pos), pos);
+}
+
 //
 // sequence operations
 //
@@ -94,7 +109,6 @@ void llama_kv_hot_slots::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst
     const llama_pos b = use.short_from[seq_id_dst];
 
     use.short_from[seq_id_dst] = a < 0 ? b : b < 0 ? a : std::min(a, b);
-    use.lost[seq_id_dst]       = std::max(use.lost[seq_id_src], use.lost[seq_id_dst]);
     use.step[seq_id_dst]       = std::max(use.step[seq_id_src], use.step[seq_id_dst]);
 
     release_dead();
@@ -102,13 +116,8 @@ void llama_kv_hot_slots::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst
 
 void llama_kv_hot_slots::seq_add(llama_pos shift) {
     // cells have one position: those of other sequences may have moved as well
-    for (uint32_t s = 0; s < n_seq_max; ++s) {
-        if (use.lost[s] >= 0) {
-            use.lost[s] += std::max(shift, 0);
-        }
-        if (use.short_from[s] >= 0) {
-            use.short_from[s] = std::max(use.short_from[s] + std::min(shift, 0), 0);
-        }
+    for (auto & p : use.short_from) {
+        p = p < 0 ? p : std::max(p + std::min(shift, 0), 0);
     }
 
     release_dead(); // cells moved below position 0 are gone
@@ -175,24 +184,31 @@ void llama_kv_hot_slots::release_left(uint32_t strm, const llama_ubatch & ubatch
     }
 }
 
+void llama_kv_hot_slots::evict(uint32_t strm, uint32_t slot) {
+    if (rings[strm].cell_of(slot) >= 0) {
+        use.n_evicted++;
+        rings[strm].release(slot);
+    }
+}
+
 uint32_t llama_kv_hot_slots::first_sink(llama_seq_id seq_id) const {
     return n_stream == 1 ? uint32_t(seq_id)*window.sink_tokens : 0;
 }
 
-uint32_t llama_kv_hot_slots::first_turn(llama_seq_id seq_id) const {
+uint32_t llama_kv_hot_slots::first_recent(llama_seq_id seq_id) const {
     return layout.n_sinks + (n_stream == 1 ? uint32_t(seq_id)*window.recent_rows() : 0);
 }
 
 int32_t llama_kv_hot_slots::get_own_slot(llama_seq_id seq_id, int32_t slot) const {
     const int32_t sink    = slot - int32_t(first_sink(seq_id));
-    const int32_t turn    = slot - int32_t(first_turn(seq_id));
+    const int32_t recent  = slot - int32_t(first_recent(seq_id));
     const int32_t n_sinks = window.sink_tokens;
 
     if (sink >= 0 && sink < n_sinks) {
         return sink;
     }
-    if (!layout.is_shared() && turn >= 0 && turn < int32_t(window.recent_rows())) {
-        return n_sinks + turn;
+    if (!layout.is_shared() && recent >= 0 && recent < int32_t(window.recent_rows())) {
+        return n_sinks + recent;
     }
 
     return window.rows() + slot;
@@ -218,58 +234,61 @@ int32_t llama_kv_hot_slots::last_slot(uint32_t strm, uint32_t cell) const {
 uint32_t llama_kv_hot_slots::next_slot(uint32_t strm, uint32_t cell) const {
     const llama_seq_id seq_id = get_seq(strm, cell);
 
-    const uint32_t  turn = first_turn(seq_id);
-    const uint32_t  n    = window.recent_rows();
-    const llama_pos p    = v_cells[strm].pos_get(cell);
+    const uint32_t  first = first_recent(seq_id);
+    const uint32_t  n     = window.recent_rows();
+    const llama_pos p     = v_cells[strm].pos_get(cell);
 
     if (n == 0 || window.sink_tokens > uint32_t(p)) {
         return first_sink(seq_id) + std::min<uint32_t>(p, window.sink_tokens);
     }
 
     const int32_t last = last_slot(strm, cell);
-    if (last >= int32_t(turn) && last < int32_t(turn + n)) {
-        return turn + (last - turn + 1) % n;
+    if (last >= int32_t(first) && last < int32_t(first + n)) {
+        return first + (last - first + 1) % n;
     }
 
-    return turn + (p - window.sink_tokens) % n;
+    return first + (p - window.sink_tokens) % n;
+}
+
+int32_t llama_kv_hot_slots::oldest_slot(uint32_t strm, uint32_t cell) const {
+    const llama_seq_id seq_id = get_seq(strm, cell);
+    const auto &       cells  = v_cells[strm];
+    const auto &       rows   = cells.seq_pos_get(seq_id);
+    const llama_pos    begin  = std::max<llama_pos>(window.sink_tokens, window.held_begin(cells.seq_pos_max(seq_id)));
+
+    for (auto it = rows.lower_bound({ begin, 0 }); it != rows.end() && it->first <= cells.pos_get(cell); ++it) {
+        if (const int32_t slot = rings[strm].slot_of(it->second); slot >= int32_t(layout.n_sinks)) {
+            return slot;
+        }
+    }
+
+    return mixedkv::hot_ring::none;
 }
 
 int32_t llama_kv_hot_slots::assign_slot(uint32_t strm, uint32_t cell) {
     auto & ring = rings[strm];
 
-    if (layout.is_shared()) {
-        return window.is_sink(v_cells[strm].pos_get(cell)) ? assign_sink(strm, cell) : assign_in_page(strm, cell);
+    if (layout.is_shared() && window.is_sink(v_cells[strm].pos_get(cell))) {
+        return assign_sink(strm, cell);
     }
 
-    int32_t res = ring.assign(cell, next_slot(strm, cell));
-    if (res < 0) {
+    int32_t res = ring.assign(cell, layout.is_shared() ? next_in_page(strm, cell) : next_slot(strm, cell));
+    if (res < 0 && !layout.is_shared()) {
         res = ring.assign(cell);
     }
     if (res >= 0) {
         return res;
     }
 
-    // several tokens at one position: more rows are wanted than positions are in the window. Sinks stay.
-    const auto & cells = v_cells[strm];
-    const auto   rank  = [&](uint32_t i) {
-        return std::make_pair(window.is_sink(cells.pos_get(i)), cells.pos_get(i));
-    };
-
-    uint32_t lowest = 0;
-    for (uint32_t slot = 1; slot < ring.n_slots(); ++slot) {
-        if (rank(ring.cell_of(slot)) < rank(ring.cell_of(lowest))) {
-            lowest = slot;
-        }
-    }
-
-    if (window.is_sink(cells.pos_get(ring.cell_of(lowest))) || rank(ring.cell_of(lowest)) > rank(cell)) {
-        lose(strm, cell);
+    // a pool that has no page left, or several tokens at one position: more rows are wanted than there are slots
+    const int32_t oldest = oldest_slot(strm, cell);
+    if (oldest < 0) {
+        use.n_evicted++;
         return mixedkv::hot_ring::none;
     }
+    evict(strm, oldest);
 
-    evict(strm, lowest);
-
-    return ring.assign(cell);
+    return ring.assign(cell, oldest);
 }
 
 int32_t llama_kv_hot_slots::assign_own_slot(llama_seq_id seq_id, uint32_t cell, uint32_t wanted, bool is_alone) {
@@ -283,7 +302,7 @@ int32_t llama_kv_hot_slots::assign_own_slot(llama_seq_id seq_id, uint32_t cell, 
         if (layout.is_shared() && !is_sink) {
             return mixedkv::hot_ring::none;
         }
-        return ring.assign(cell, is_sink ? first_sink(seq_id) + wanted : first_turn(seq_id) + wanted - window.sink_tokens);
+        return ring.assign(cell, is_sink ? first_sink(seq_id) + wanted : first_recent(seq_id) + wanted - window.sink_tokens);
     }
 
     // elsewhere: as it was, if nobody else is in the way
@@ -291,12 +310,36 @@ int32_t llama_kv_hot_slots::assign_own_slot(llama_seq_id seq_id, uint32_t cell, 
     if (slot >= layout.n_slots || window.is_sink(v_cells[strm].pos_get(cell)) != (slot < layout.n_sinks)) {
         return mixedkv::hot_ring::none;
     }
-    return is_alone || take_page_of(strm, seq_id, slot) ? ring.assign(cell, slot) : mixedkv::hot_ring::none;
+    return is_alone || take_page(strm, seq_id, slot) ? ring.assign(cell, slot) : mixedkv::hot_ring::none;
 }
 
 //
 // steps
 //
+
+void llama_kv_hot_slots::use_by(const llama_ubatch & ubatch) {
+    use.n_steps++;
+
+    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
+        for (int32_t j = 0; j < ubatch.n_seq_id[i]; ++j) {
+            const llama_seq_id s = ubatch.seq_id[i][j];
+
+            // its first token reads all that later ones do
+            if (use.step[s] < use.n_steps && !is_window_whole(s, ubatch.pos[i])) {
+                use.short_from[s] = use.short_from[s] < 0 ? ubatch.pos[i] : std::min(use.short_from[s], ubatch.pos[i]);
+            }
+            use.step[s] = use.n_steps;
+        }
+    }
+}
+
+void llama_kv_hot_slots::trim_use() {
+    for (uint32_t s = 0; s < n_seq_max; ++s) {
+        if (use.short_from[s] > v_cells[seq_to_stream[s]].seq_pos_max(s)) {
+            use.short_from[s] = -1;
+        }
+    }
+}
 
 void llama_kv_hot_slots::advance(
         const std::vector<llama_seq_id> & strms, const std::vector<std::vector<uint32_t>> & idxs, const llama_ubatch & ubatch) {
@@ -316,7 +359,6 @@ void llama_kv_hot_slots::advance(
         }
         release_left(strm, ubatch);
 
-        known_pages.clear();
         for (const uint32_t cell : idxs[s]) {
             if (is_wanted(strm, cell, window)) {
                 assign_slot(strm, cell);
@@ -365,7 +407,6 @@ std::vector<int32_t> llama_kv_hot_slots::adopt(
             assign_own_slot(seq_id, cells[i], wanted[i], is_alone);
         }
     }
-    known_pages.clear();
     for (size_t i = 0; i < cells.size(); ++i) {
         if (is_hot(i) && ring.slot_of(cells[i]) < 0) {
             assign_slot(strm, cells[i]);
@@ -377,7 +418,6 @@ std::vector<int32_t> llama_kv_hot_slots::adopt(
     for (size_t i = 0; i < cells.size(); ++i) {
         res[i] = is_hot(i) ? ring.slot_of(cells[i]) : mixedkv::hot_ring::none;
     }
-    renew_use(seq_id);
 
     return res;
 }
@@ -401,15 +441,8 @@ void llama_kv_hot_slots::restore(
     }
 
     std::sort(left.begin(), left.end());
-    known_pages.clear();
     for (const auto & [_, i] : left) {
         assign_slot(strm, cells[i]);
-    }
-
-    for (uint32_t s = 0; s < n_seq_max; ++s) {
-        if (seq_to_stream[s] == strm && (seq_id == -1 || seq_id == llama_seq_id(s))) {
-            renew_use(s);
-        }
     }
 }
 
@@ -445,7 +478,6 @@ void llama_kv_hot_slots::lay_out(const mixedkv::hot_layout & layout) {
         std::sort(cells.begin(), cells.end());
 
         rings[strm] = mixedkv::hot_ring(layout.n_slots, v_cells[strm].size());
-        known_pages.clear();
         for (const auto & [_, cell] : cells) {
             assign_slot(strm, cell);
         }

@@ -22,17 +22,16 @@
 // - A slot belongs to one cell at most, and a cell has one slot at most (mixedkv::hot_ring).
 // - No slot belongs to an empty cell once the operation that emptied the cell has called release_dead() or release_cells().
 // - After advance() each slot belongs to a cell that the window of one of its sequences holds.
-// - To lose a slot costs precision and never a token: the cold row stays. What is lost is noted in pool_use.
+// - To lose a slot costs precision and never a token: the cold row stays. What was evaluated without is noted in pool_use.
 // - Where rows lie follows from what is held, not from how that came about: a restored state sums its rows in the same order.
 class llama_kv_hot_slots {
 public:
-    // What is known of windows that are not whole, by sequence: see cache/hot-pool.cpp.
+    // Who uses the slots, and who went without, by sequence.
     struct pool_use {
         uint64_t               n_steps   = 1;
         uint64_t               n_evicted = 0;  // rows that went before their window did
         std::vector<uint64_t>  step;           // when the sequence was evaluated last, 0: it rests
-        std::vector<llama_pos> lost;           // highest position whose row went, -1: none
-        std::vector<llama_pos> short_from;     // first position that was evaluated without such rows, -1: none
+        std::vector<llama_pos> short_from;     // first position that was evaluated without a row of its window, -1: none
     };
 
     // cells by stream, and the stream of each sequence: the cold cache's, which outlives this
@@ -161,15 +160,18 @@ private:
     // the same for the sequences of a ubatch, when only they went on
     void release_left(uint32_t strm, const llama_ubatch & ubatch);
 
-    // Each sequence has slots of its own for its sinks, and where there is room for all one for its window, by angles. A
+    // Each sequence has slots of its own for its sinks and, where there is room for all, for its window, in which it goes round. A
     // token takes the one after that of the token before it, so drafts that were rejected leave no trace, and neither does a
     // state that was restored.
-    uint32_t first_sink(llama_seq_id seq_id) const;
-    uint32_t first_turn(llama_seq_id seq_id) const;
+    uint32_t first_sink  (llama_seq_id seq_id) const;
+    uint32_t first_recent(llama_seq_id seq_id) const;
     uint32_t next_slot(uint32_t strm, uint32_t cell) const;
 
     // the slot of the token before that of the cell, none: there is no such token, or it is cold
     int32_t last_slot(uint32_t strm, uint32_t cell) const;
+
+    // of the recent rows of its sequence that are no younger than the cell's, none: there are no such rows
+    int32_t oldest_slot(uint32_t strm, uint32_t cell) const;
 
     // a slot for the cell, or none
     int32_t assign_slot(uint32_t strm, uint32_t cell);
@@ -177,45 +179,33 @@ private:
     // the slot that get_own_slot told, if the cell can have it
     int32_t assign_own_slot(llama_seq_id seq_id, uint32_t cell, uint32_t wanted, bool is_alone);
 
+    // the row goes before its window does
+    void evict(uint32_t strm, uint32_t slot);
+
+    // sequences of a ubatch go on
+    void use_by(const llama_ubatch & ubatch);
+
+    // what is known of positions that are no longer there is forgotten
+    void trim_use();
+
     //
     // the same where windows of their own are too many: cache/hot-pool.cpp
     //
 
-    int32_t assign_sink   (uint32_t strm, uint32_t cell);
-    int32_t assign_in_page(uint32_t strm, uint32_t cell);
-    int32_t next_page     (uint32_t strm, llama_seq_id seq_id, int32_t last);
-    int32_t last_resort   (uint32_t strm, llama_seq_id seq_id);
-
-    // of the rows that a page holds
+    // a page's rows belong to one sequence, but for tokens that several share
     struct page_info {
-        uint32_t     n_rows  = 0;
-        llama_seq_id owner   = -1;    // of the sequences that they belong to the one that was evaluated last
-        llama_pos    first   = 0;     // lowest position
-        bool         is_kept = false; // a sink lies there, as it can after positions have been moved
+        llama_seq_id owner = -1; // of these the one that was evaluated last, -1: nobody's
+        llama_pos    first = 0;  // lowest position
     };
 
-    // as they are while slots are assigned; cleared before, since steps and releases change them too
-    std::vector<page_info> known_pages;
+    page_info get_page(uint32_t strm, uint32_t i_page) const;
 
-    page_info                      ring_page (uint32_t strm, uint32_t i_page) const;
-    const std::vector<page_info> & ring_pages(uint32_t strm);
-    void                           renew_page(uint32_t strm, uint32_t i_page);
+    // nobody needs it: what a sequence that rests holds comes back from a checkpoint
+    bool is_free(const page_info & page, llama_seq_id seq_id) const;
 
-    // another sequence's page that is as good as free: what it holds comes back from a checkpoint
-    bool is_resting(const page_info & page, llama_seq_id seq_id) const;
-    bool take_page_of(uint32_t strm, llama_seq_id seq_id, uint32_t slot);
-    void evict_page(uint32_t strm, uint32_t i_page);
-
-    // the row goes before its window does
-    void evict(uint32_t strm, uint32_t slot);
-    void lose (uint32_t strm, uint32_t cell);
-
-    // sequences of a ubatch go on: were they evaluated without rows that went?
-    void use_by(const llama_ubatch & ubatch);
-
-    // what is known of positions that no longer are there is forgotten
-    void trim_use();
-
-    // rows came from elsewhere
-    void renew_use(llama_seq_id seq_id);
+    int32_t assign_sink (uint32_t strm, uint32_t cell);
+    int32_t next_in_page(uint32_t strm, uint32_t cell);
+    int32_t next_page   (uint32_t strm, llama_seq_id seq_id, int32_t last);
+    bool    take_page   (uint32_t strm, llama_seq_id seq_id, uint32_t slot);
+    void    evict_page  (uint32_t strm, uint32_t i_page);
 };

@@ -349,7 +349,7 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
     set_device(node, il);
     node.is_latent     = kv_mixed->is_latent(il);
     node.is_deep       = uint32_t(il) >= hparams.n_layer()/2;
-    node.most_splits   = kv_mixed->make_hot_order().most_splits(kv_mixed->get_hot().get_slots().get_n_seq(), kv_mixed->get_hot().get_n_rows() + q->ne[2]);
+    node.most_splits   = (kv_mixed->get_all_pages().empty() ? kv_mixed->get_cold_pieces().most : 0) + (kv_mixed->get_hot().has_rows() ? kv_mixed->get_hot_pieces(q->ne[2]).most : 0);
     node.writes_ring   = kv_mixed->get_hot().has_rows() && kv_mixed->is_last_reader(il);
     node.scale         = kq_scale;
     node.max_bias      = hparams.f_max_alibi_bias;

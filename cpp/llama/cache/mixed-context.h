@@ -134,5 +134,5 @@ private:
     void route_hot(ggml_tensor * mask, const llama_ubatch & ubatch) const;
 
     // in which order fused attention reads them, and what is seen of them then
-    void order_hot(const ggml_tensor * mask, const llama_ubatch & ubatch) const;
+    void order_keys(const ggml_tensor * mask, const llama_ubatch & ubatch) const;
 };

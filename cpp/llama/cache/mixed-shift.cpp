@@ -10,7 +10,7 @@
 #include <cmath>
 
 // rows of one store that have moved: where they are, and by how many positions each
-struct moved_rows {
+struct llama_kv_cache_mixed::moved_rows {
     std::vector<int32_t> at;
     std::vector<int32_t> by;
 
@@ -38,9 +38,9 @@ struct moved_rows {
     }
 };
 
-class llm_graph_input_mixed_shift : public llm_graph_input_i {
+class llama_kv_cache_mixed::shift_input : public llm_graph_input_i {
 public:
-    llm_graph_input_mixed_shift(const llama_kv_cache_mixed * kv) : kv(kv) {}
+    explicit shift_input(const llama_kv_cache_mixed * kv) : kv(kv) {}
 
     void set_input(const llama_ubatch * ubatch) override {
         GGML_UNUSED(ubatch);
@@ -88,90 +88,92 @@ static llama_cparams without_factor(const llama_cparams & cparams, float freq_sc
     return res;
 }
 
-// whole heads, unlike upstream: the Hadamard rotation of a quantised cache mixes all of a head, RoPE may turn a part of it
-ggml_cgraph * llama_kv_cache_mixed::build_graph_shift(llm_graph_result * res, llama_context * lctx) const {
-    if (!is_mixed() && !ggml_is_quantized(type_k())) {
-        return llama_kv_cache::build_graph_shift(res, lctx);
-    }
+struct llama_kv_cache_mixed::shift_graph {
+    ggml_context *        ctx;
+    ggml_cgraph *         gf;
+    const llama_cparams & cparams;
+    ggml_tensor *         rot; // that rows are rotated by, nullptr: they are not
+};
 
-    auto * ctx = res->get_ctx();
-    auto * gf  = res->get_gf();
-
-    const auto & cparams = lctx->get_cparams();
-
-    auto inp = std::make_unique<llm_graph_input_mixed_shift>(this);
+std::unique_ptr<llama_kv_cache_mixed::shift_input> llama_kv_cache_mixed::find_moved(ggml_context * ctx) const {
+    auto res = std::make_unique<shift_input>(this);
 
     for (uint32_t strm = 0; strm < n_stream; ++strm) {
         const auto & cells = v_cells[strm];
 
         for (uint32_t i = 0; i < cells.size(); ++i) {
-            inp->cold.add(strm*cells.size() + i, cells.is_empty(i) ? 0 : cells.get_shift(i));
+            res->cold.add(strm*cells.size() + i, cells.is_empty(i) ? 0 : cells.get_shift(i));
         }
         const auto & slots = hot.get_slots().get_ring(strm);
         for (uint32_t slot = 0; hot.has_rows() && slot < slots.n_slots(); ++slot) {
             const int32_t cell = slots.cell_of(slot);
-            inp->ring.add(strm*hot.get_n_rows() + slot, cell < 0 ? 0 : cells.get_shift(cell));
+            res->ring.add(strm*hot.get_n_rows() + slot, cell < 0 ? 0 : cells.get_shift(cell));
         }
     }
 
-    for (auto * rows : { &inp->cold, &inp->ring }) {
+    for (auto * rows : { &res->cold, &res->ring }) {
         if (!rows->at.empty()) {
             rows->make_tensors(ctx);
         }
     }
+    res->k_rot = build_input_k_rot(ctx);
 
-    inp->k_rot = build_input_k_rot(ctx);
+    return res;
+}
 
-    ggml_tensor * rot = get_latent_rot() ? get_latent_rot() : inp->k_rot;
+// whole heads, unlike upstream: the Hadamard rotation of a quantised cache mixes all of a head, RoPE may turn a part of it
+void llama_kv_cache_mixed::build_shift(const shift_graph & graph, ggml_tensor * rows, const moved_rows & moved, uint32_t il) const {
+    if (moved.at.empty()) {
+        return;
+    }
 
-    const auto shift_rows = [&](ggml_tensor * rows, const moved_rows & moved, uint32_t il) {
-        if (moved.at.empty()) {
-            return;
-        }
+    auto * ctx = graph.ctx;
 
-        const int64_t n_embd_head = hparams.n_embd_head_k(il);
-        const int64_t n_head_kv   = hparams.n_head_kv(il);
+    const int64_t n_embd_head = hparams.n_embd_head_k(il);
+    const int64_t n_head_kv   = hparams.n_head_kv(il);
+    const int64_t n_rot       = hparams.n_rot(il);
+    const int64_t n_nope      = hparams.n_lora_kv > 0 ? n_embd_head - n_rot : 0; // such heads end with what RoPE turns
+    const float   freq_scale  = model.get_rope_freq_scale(graph.cparams, il);
 
-        ggml_tensor * all = ggml_view_2d(ctx, rows, rows->ne[0], rows->ne[1]*rows->ne[2], rows->nb[1], 0);
+    ggml_tensor * all = ggml_view_2d(ctx, rows, rows->ne[0], rows->ne[1]*rows->ne[2], rows->nb[1], 0);
 
-        ggml_tensor * cur = ggml_get_rows(ctx, all, moved.t_at); // F32, whatever the type of the rows
+    ggml_tensor * cur = ggml_get_rows(ctx, all, moved.t_at); // F32, whatever the type of the rows
 
-        cur = ggml_reshape_3d(ctx, cur, n_embd_head, n_head_kv, cur->ne[1]);
+    cur = llama_mul_mat_hadamard(ctx, ggml_reshape_3d(ctx, cur, n_embd_head, n_head_kv, cur->ne[1]), graph.rot);
 
-        cur = rot ? llama_mul_mat_hadamard(ctx, cur, rot) : cur;
+    // in place
+    ggml_tensor * turned = ggml_view_3d(ctx, cur, n_rot, n_head_kv, cur->ne[2], cur->nb[1], cur->nb[2], n_nope*cur->nb[0]);
 
-        // in place; some models have the elements that RoPE turns last in a head
-        const int64_t n_rot  = hparams.n_rot(il);
-        const int64_t n_nope = hparams.n_lora_kv > 0 ? n_embd_head - n_rot : 0;
+    ggml_build_forward_expand(graph.gf, build_rope_shift(without_factor(graph.cparams, freq_scale), ctx, turned, moved.t_by, nullptr,
+            model.get_rope_factors(graph.cparams, il), model.get_rope_freq_base(graph.cparams, il), freq_scale, il));
 
-        ggml_tensor * turned = ggml_view_3d(ctx, cur, n_rot, n_head_kv, cur->ne[2], cur->nb[1], cur->nb[2], n_nope*cur->nb[0]);
+    cur = llama_mul_mat_hadamard(ctx, cur, graph.rot);
+    cur = ggml_reshape_2d(ctx, cur, all->ne[0], cur->ne[2]);
 
-        const float freq_scale = model.get_rope_freq_scale(cparams, il);
+    ggml_build_forward_expand(graph.gf, ggml_set_rows(ctx, all, cur, moved.t_at));
+}
 
-        ggml_build_forward_expand(gf, build_rope_shift(without_factor(cparams, freq_scale), ctx, turned, moved.t_by, nullptr,
-                model.get_rope_factors(cparams, il), model.get_rope_freq_base(cparams, il), freq_scale, il));
+ggml_cgraph * llama_kv_cache_mixed::build_graph_shift(llm_graph_result * res, llama_context * lctx) const {
+    if (!is_mixed() && !ggml_is_quantized(type_k())) {
+        return llama_kv_cache::build_graph_shift(res, lctx);
+    }
 
-        cur = rot ? llama_mul_mat_hadamard(ctx, cur, rot) : cur;
+    auto inp = find_moved(res->get_ctx());
 
-        cur = ggml_reshape_2d(ctx, cur, all->ne[0], cur->ne[2]);
+    const shift_graph graph = { res->get_ctx(), res->get_gf(), lctx->get_cparams(), get_latent_rot() ? get_latent_rot() : inp->k_rot };
 
-        ggml_build_forward_expand(gf, ggml_set_rows(ctx, all, cur, moved.t_at));
-    };
-
-    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-        const uint32_t il = layers[ikv].il;
-
-        if (!hparams.has_rope(il)) {
+    for (const auto & layer : layers) {
+        if (!hparams.has_rope(layer.il)) {
             continue;
         }
 
-        shift_rows(layers[ikv].k, inp->cold, il);
+        build_shift(graph, layer.k, inp->cold, layer.il);
         if (hot.has_rows()) {
-            shift_rows(hot.get_k_ring(il), inp->ring, il);
+            build_shift(graph, hot.get_k_ring(layer.il), inp->ring, layer.il);
         }
     }
 
     res->add_input(std::move(inp));
 
-    return gf;
+    return graph.gf;
 }

@@ -4,7 +4,6 @@
 
 #include "llama-context.h"
 #include "llama-impl.h"
-#include "cache/trial.h"
 #include "graph/guard.h"
 #include "llama-model.h"
 
@@ -262,10 +261,22 @@ void llama_kv_cache_mixed::clear(bool data) {
 
 bool llama_kv_cache_mixed::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
     const bool res = llama_kv_cache::seq_rm(seq_id, p0, p1);
-    if (!llama_kv_mixed_trial::is_on()) {
+    if (!is_trial) {
         hot.release_dead();
     }
     return res;
+}
+
+llama_kv_cache::slot_info_vec_t llama_kv_cache_mixed::prepare(const std::vector<llama_ubatch> & ubatches) {
+    is_trial = true;
+    auto res = llama_kv_cache::prepare(ubatches);
+    is_trial = false;
+
+    return res;
+}
+
+bool llama_kv_cache_mixed::get_can_shift() const {
+    return model.arch != LLM_ARCH_STEP35 && (hparams.n_pos_per_embd() == 1 || hparams.rope_sections[3] == 0);
 }
 
 void llama_kv_cache_mixed::seq_cp(llama_seq_id seq_id_src, llama_seq_id seq_id_dst, llama_pos p0, llama_pos p1) {
@@ -389,9 +400,21 @@ llama_kv_node & llama_kv_cache_mixed::get_node(int32_t il) {
     return nodes.try_emplace(il, llama_kv_node{ scratch }).first->second;
 }
 
-llama_kv_hot_order llama_kv_cache_mixed::make_hot_order() const {
+llama_kv_key_order::pieces llama_kv_cache_mixed::get_cold_pieces() const {
+    return llama_kv_key_order::cold_pieces(n_stream == 1 ? n_seq_max : 1, get_size(), n_swa);
+}
+
+llama_pos llama_kv_cache_mixed::get_first_read(llama_pos pos) const {
+    constexpr llama_pos block = mixedkv::attention_block::places;
+
+    return n_swa > 0 ? std::max<llama_pos>(0, pos + 1 - (llama_pos) n_swa)/block*block : 0;
+}
+
+llama_kv_key_order::pieces llama_kv_cache_mixed::get_hot_pieces(uint32_t n_tokens) const {
     // a few sequences with long windows would leave threads without work
-    return llama_kv_hot_order(hot.get_n_rows() > 1024 && hot.get_slots().get_n_seq() <= 4);
+    const bool long_windows = hot.get_n_rows() > 1024 && hot.get_slots().get_n_seq() <= 4;
+
+    return llama_kv_key_order::hot_pieces(hot.get_slots().get_n_seq(), hot.get_n_rows() + n_tokens, long_windows);
 }
 
 void llama_kv_cache_mixed::set_runs(const llama_ubatch & ubatch, uint32_t n_stream) {

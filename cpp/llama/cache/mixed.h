@@ -82,7 +82,12 @@ public:
 
     bool update(llama_context * lctx, bool do_shift, const stream_copy_info & sc_info) override;
 
+    // places tokens on trial: what cells lose comes back
+    slot_info_vec_t prepare(const std::vector<llama_ubatch> & ubatches) override;
+
+    // turns whole heads: upstream's cannot where RoPE turns a part of quantised ones
     ggml_cgraph * build_graph_shift(llm_graph_result * res, llama_context * lctx) const override;
+    bool          get_can_shift() const override;
 
     //
     // llama_kv_cache_mixed specific API
@@ -194,9 +199,13 @@ public:
     // where the fused nodes add up the attention that they compute, nullptr: nowhere
     void set_mass(llama_kv_mass * mass) { scratch.mass = mass; }
 
-    // the F16 rows of a step in their order: none yet, and those of the ubatch at hand by stream
-    llama_kv_hot_order make_hot_order() const;
-    std::vector<llama_kv_scratch::hot_keys> & get_hot_keys() { return scratch.hot; }
+    // the order in which nodes on the CPU read the keys of a step of n_tokens
+    llama_kv_key_order::pieces get_cold_pieces() const;
+    llama_kv_key_order::pieces get_hot_pieces(uint32_t n_tokens) const;
+    std::vector<llama_kv_key_order> & get_orders() { return scratch.orders; }
+
+    // of a block of that order: the first position that queries from pos on see
+    llama_pos get_first_read(llama_pos pos) const;
 
     const mixedkv::attention_page_counts & get_page_counts() const { return scratch.page_counts; }
 
@@ -232,10 +241,10 @@ private:
     std::map<int32_t, llama_kv_node> nodes;
     llama_kv_scratch                 scratch;
 
-    llama_kv_equalizer equalizer;
-    llama_kv_rope_angles     angles;
-    llama_kv_sketches     pages;
-    uint32_t           angles_s0 = 0; // first stream of the ubatch at hand
+    llama_kv_equalizer   equalizer;
+    llama_kv_rope_angles angles;
+    llama_kv_sketches    pages;
+    uint32_t             angles_s0 = 0; // first stream of the ubatch at hand
 
     ggml_context_ptr        latent_ctx;
     ggml_backend_buffer_ptr latent_buf;
@@ -243,6 +252,13 @@ private:
 
     // of several sequences in one stream; sliding windows take over cells, which upstream chooses
     llama_kv_placement placement;
+
+    // a graph that turns keys to their new positions, and what it adds for the rows of one layer
+    struct moved_rows;
+    struct shift_graph;
+    class  shift_input;
+    std::unique_ptr<shift_input> find_moved(ggml_context * ctx) const;
+    void build_shift(const shift_graph & graph, ggml_tensor * rows, const moved_rows & moved, uint32_t il) const;
 
     void choose_readers(); // who reads the rows of each layer
     void require_fused(int32_t il) const; // throws where it has to be and is not
@@ -252,6 +268,8 @@ private:
 
     // the context that computes on this cache, once it has
     llama_context * lctx = nullptr;
+
+    bool is_trial = false; // prepare() is at work
 
     // cells in the order in which upstream's state_write stores them
     std::vector<uint32_t> saved_cells(uint32_t strm, llama_seq_id seq_id) const;

@@ -5,7 +5,7 @@
 #include "attention/attention.h"
 #include "attention/cuda/node_params.h"
 #include "attention/lm4.h"
-#include "attention/mass.h"
+#include "attention/sparse/mass.h"
 #include "attention/tc3.h"
 
 #include "ggml-cpp.h"
@@ -162,20 +162,6 @@ static void add_segments(attention_args & res, const ggml_tensor * const * src, 
     }
 }
 
-static void set_order(attention_args & res, const llama_kv_node & node, int64_t strm) {
-    if (!node.has_ring || strm >= (int64_t) node.scratch.hot.size()) {
-        return;
-    }
-    const auto & hot = node.scratch.hot[strm];
-
-    res.order.blocks   = hot.order.get_blocks().data();
-    res.order.n_blocks = hot.order.get_blocks().size();
-    res.order.splits   = hot.order.get_splits().data();
-    res.order.n_splits = hot.order.get_splits().size() - 1;
-    res.order.mask     = hot.mask.data();
-    res.order.mask_row = hot.order.size()*sizeof(uint16_t);
-}
-
 static void set_pages(attention_args & res, const llama_kv_node & node, int64_t strm) {
     res.page_counts = &node.scratch.page_counts;
     if (!node.pages) {
@@ -212,7 +198,9 @@ static attention_args to_args(const ggml_tensor * dst, const llama_kv_node & nod
     res.q_head = q->nb[1];
 
     add_segments(res, src, node, strm);
-    set_order(res, node, strm);
+    if (strm < (int64_t) node.scratch.orders.size()) {
+        res.order = node.scratch.orders[strm].get();
+    }
 
     res.mask     = (const uint16_t *) ((const char *) mask->data + strm*mask->nb[3]);
     res.mask_row = mask->nb[1];
@@ -248,6 +236,9 @@ static attention_args cut(const attention_args & whole, int64_t first, int64_t n
     res.out       = (float *) ((char *) whole.out + first*whole.out_row);
     if (res.order.mask) {
         res.order.mask += first*whole.order.mask_row/sizeof(uint16_t);
+    }
+    if (res.order.readers) {
+        res.order.readers += first;
     }
     if (res.seen.blocks) {
         res.seen.blocks += first;
@@ -469,7 +460,8 @@ ggml_tensor * llama_kv_node_attention(
     to_args(res, node, args);
     for (auto & a : args) {
         a.order = {}; // of the step before, if any
-        a.order.n_splits = node.has_ring ? node.most_splits : 0;
+        a.order.n_splits = node.most_splits;
+        a.order.n_plain  = node.all_pages && !node.all_pages->empty() ? a.segments[0].n : 0;
     }
     const size_t bytes = mixedkv::attention_scratch_bytes(args.data(), (int) args.size());
 

@@ -5,7 +5,7 @@
 #include "attention/attention.h"
 #include "ggml-backend.h"
 #include "ggml.h"
-#include "graph/hot-order.h"
+#include "graph/key-order.h"
 #include "graph/key-sketches.h"
 #include "rows/equalize.h"
 
@@ -26,12 +26,8 @@ public:
     // lengths of the runs of tokens of one sequence in the ubatch at hand; empty where each stream has one
     std::vector<int64_t> runs;
 
-    // F16 rows of the ubatch at hand in the order in which they are read, by stream, and what its tokens see of them
-    struct hot_keys {
-        llama_kv_hot_order    order;
-        std::vector<uint16_t> mask;
-    };
-    std::vector<hot_keys> hot;
+    // in which the ubatch at hand reads its keys, by stream
+    std::vector<llama_kv_key_order> orders;
 
     // where attention is watched; the ubatch is of one stream then
     llama_kv_mass * mass = nullptr;
@@ -70,7 +66,7 @@ struct llama_kv_node {
     // memory that calls may take into which the queries are cut, see to_calls: that of the layer's first graph
     size_t cut_bytes = 0;
 
-    // of F16 rows, the most that a step has
+    // of the order of keys, the most that a step has
     int64_t most_splits = 0;
 
     // edge of the Hadamard blocks by which the nodes rotate K and Q, and V and the output; 0: they come rotated

@@ -5,7 +5,7 @@
 #include <stdexcept>
 
 std::unique_lock<std::recursive_mutex> llama_kv_mixed_enter(llama_context & ctx) {
-    return std::unique_lock<std::recursive_mutex>(ctx.busy);
+    return std::unique_lock<std::recursive_mutex>(ctx.hooks.busy);
 }
 
 std::unique_lock<std::recursive_mutex> llama_kv_mixed_settle(llama_context & ctx) {
@@ -23,5 +23,5 @@ llama_kv_mixed_reading::llama_kv_mixed_reading(llama_context & ctx, llama_seq_id
     ctx(ctx), seq_id(seq_id), flags(flags), inside(llama_kv_mixed_settle(ctx)) {}
 
 llama_kv_mixed_reading::~llama_kv_mixed_reading() {
-    ctx.truth.forget(seq_id, flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
+    ctx.hooks.truth.forget(seq_id, flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
 }

@@ -9,18 +9,13 @@
 
 #include <mutex>
 
-// llama_context has besides, public and before its other members:
-//
-// busy   held by the thread that evaluates, or reads or moves rows
-// room   of llama_step
-// evals  who is told of the nodes of its graphs
-// truth  what each row is
-#define LLAMA_CONTEXT_HOOKS \
-    std::recursive_mutex busy; \
-    llama_step_room      room; \
-    llama_eval_chain     evals; \
-    llama_kv_truth       truth; \
-    friend class llama_step;
+// the first member of llama_context
+struct llama_context_hooks {
+    std::recursive_mutex busy;  // held by the thread that evaluates, or reads or moves rows
+    llama_step_room      room;
+    llama_eval_chain     evals; // who is told of the nodes of its graphs
+    llama_kv_truth       truth; // what each row is
+};
 
 // llama_decode, llama_encode: no other thread evaluates or touches rows as long as what is returned is there
 std::unique_lock<std::recursive_mutex> llama_kv_mixed_enter(llama_context & ctx);

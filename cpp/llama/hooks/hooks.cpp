@@ -142,61 +142,10 @@ void llama_kv_mixed_failed(const std::exception & err) {
     llama_kv_mixed_set_error(err.what());
 }
 
-static bool has_rope(llm_arch arch, const llama_hparams & hparams, uint32_t il) {
-    const uint32_t step = hparams.n_no_rope_layer_step;
-
-    // as src/models has it
-    switch (arch) {
-        case LLM_ARCH_LLAMA4:
-        case LLM_ARCH_AFMOE:
-        case LLM_ARCH_SMOLLM3:
-            return step > 0 && (il + 1) % step != 0;
-        case LLM_ARCH_SMALLTHINKER:
-            return step == hparams.n_layer() || il % step != 0;
-        case LLM_ARCH_EXAONE4:
-            return hparams.swa_type == LLAMA_SWA_TYPE_NONE || hparams.is_swa(il);
-        case LLM_ARCH_COHERE2MOE:
-            return il < hparams.n_layer_dense_lead || hparams.is_swa(il);
-        case LLM_ARCH_COHERE2:
-        case LLM_ARCH_EXAONE_MOE:
-        case LLM_ARCH_MUSE_GLIMMER:
-        case LLM_ARCH_MAPLE:
-            return hparams.is_swa(il);
-        default:
-            return hparams.has_rope(il);
-    }
-}
-
-void llama_kv_mixed_rope_layers(llm_arch arch, llama_hparams & hparams) {
-    for (uint32_t il = 0; il < hparams.n_layer(); ++il) {
-        hparams.rope_pattern[il] = has_rope(arch, hparams, il);
-    }
-}
-
 ggml_type llama_kv_mixed_layer_type(int32_t il, bool is_k, ggml_type type) {
     const mixedkv_config * config = llama_kv_mixed_config();
 
     return config ? llama_kv_mixed_type(*config, il, is_k, type) : type;
-}
-
-bool llama_kv_mixed_can_turn(const llama_kv_cache & kv, const llama_hparams & hparams) {
-    const auto & layers = kv_access::get_layers(kv);
-
-    return dynamic_cast<const llama_kv_cache_mixed *>(&kv) || std::none_of(layers.begin(), layers.end(), [&](const auto & layer) {
-        return ggml_is_quantized(layer.k->type) && hparams.has_rope(layer.il) && hparams.n_rot(layer.il) != hparams.n_embd_head_k(layer.il);
-    });
-}
-
-bool llama_kv_mixed_can_shift(const llama_kv_cache & kv, const llama_hparams & hparams) {
-    const bool is_plain = hparams.n_pos_per_embd() == 1 || hparams.rope_sections[3] == 0;
-
-    return is_plain && llama_kv_mixed_can_turn(kv, hparams);
-}
-
-bool llama_kv_mixed_turns(const llama_kv_cache & kv, const llama_hparams & hparams) {
-    const auto & layers = kv_access::get_layers(kv);
-
-    return std::any_of(layers.begin(), layers.end(), [&](const auto & layer) { return hparams.has_rope(layer.il); });
 }
 
 uint32_t llama_kv_mixed_nodes(llama_memory_i * memory) {
@@ -254,7 +203,7 @@ std::unique_ptr<llama_kv_cache_context> llama_kv_cache_context::make(
 }
 
 //
-// upstream's own context: what LLAMA_KV_CACHE_CONTEXT_HOOKS makes virtual, as upstream has it
+// upstream's own context: what 01-virtual-kv-cache.patch adds to it
 //
 
 uint32_t llama_kv_cache_context::get_n_mask(const llama_ubatch & ubatch, const llama_cparams & cparams) const {

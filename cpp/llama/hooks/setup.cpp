@@ -1,8 +1,6 @@
 #include "hooks/setup.h"
 #include "hooks/windows.h"
 
-#include "llama-kv-cells.h"
-
 #include <algorithm>
 #include <optional>
 #include <utility>
@@ -22,8 +20,6 @@ static thread_local std::optional<owned_config> config_next;   // set by mixedkv
 static thread_local std::optional<owned_config> config_active; // of the context that is being made
 
 static thread_local std::string last_error;
-
-static thread_local bool fills = false;
 
 static thread_local uint32_t n_sliding = 0; // set by mixedkv_limit_sliding, 0: no limit
 
@@ -59,18 +55,6 @@ const mixedkv_config * llama_kv_mixed_config() {
 
 void llama_kv_mixed_drop_config() {
     config_active.reset();
-}
-
-void llama_kv_mixed_set_fills(bool value) {
-    fills = value;
-}
-
-bool llama_kv_mixed_fills() {
-    return fills;
-}
-
-bool llama_kv_mixed_spares(const llama_kv_cells & cells, uint32_t n) {
-    return fills || cells.size() - cells.get_used() >= n;
 }
 
 void llama_kv_mixed_limit_sliding(uint32_t n_windows) {

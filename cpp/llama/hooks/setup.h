@@ -21,6 +21,3 @@ const mixedkv_config * llama_kv_mixed_config();
 
 // it was made, or could not be
 void llama_kv_mixed_drop_config();
-
-// this thread evaluates tokens between others that a sequence has
-void llama_kv_mixed_set_fills(bool fills);

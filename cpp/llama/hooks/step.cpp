@@ -29,8 +29,8 @@ struct llama_step::bookkeeping {
     uint32_t n;
     int32_t  rs_z;
 
-    std::vector<uint32_t>   rs_idx;
-    llama_recurrent_lengths rs_len;
+    std::vector<uint32_t>  rs_idx;
+    std::vector<llama_pos> rs_len;
 };
 
 llama_step::llama_step(llama_context & ctx, const llama_ubatch & ubatch) :
@@ -70,7 +70,7 @@ void llama_step::keep_states() {
     size_t size = 0;
     for_each_state(*recr, first, n, [&](const ggml_tensor *, size_t, size_t bytes) { size += bytes; });
 
-    llama_step_room & room = ctx.room;
+    llama_step_room & room = ctx.hooks.room;
     if (room.size() < size) {
         room.resize(size);
     }
@@ -87,7 +87,7 @@ void llama_step::keep_states() {
 void llama_step::put_states() {
     ctx.synchronize();
 
-    const uint8_t * from = ctx.room.data();
+    const uint8_t * from = ctx.hooks.room.data();
     for_each_state(*recr, first, n, [&](ggml_tensor * t, size_t at, size_t bytes) {
         ggml_backend_tensor_set(t, from, at, bytes);
         from += bytes;
@@ -127,13 +127,13 @@ llm_graph_result * llama_step::process(llm_graph_type gtype, llama_memory_contex
     llm_graph_result * res = nullptr;
 
     status = GGML_STATUS_FAILED;
-    if (ctx.truth.begin_step(ctx.get_memory(), ubatch).empty()) {
+    if (ctx.hooks.truth.begin_step(ctx.get_memory(), ubatch).empty()) {
         res = ctx.process_ubatch(ubatch, gtype, mctx, status);
     }
 
     if (res) {
-        ctx.truth.end_step(ctx.get_memory(), ubatch);
-    } else if (ctx.truth.refused.empty()) { // otherwise it was not begun
+        ctx.hooks.truth.end_step(ctx.get_memory(), ubatch);
+    } else if (ctx.hooks.truth.refused.empty()) { // otherwise it was not begun
         undo();
     }
 

@@ -201,10 +201,9 @@ std::vector<mixedkv_truth> llama_kv_truth::ask(
 
 struct llama_kv_truth_seq {
     llama_seq_id  id;
-    llama_pos     first      = std::numeric_limits<llama_pos>::max(); // of the ubatch
-    llama_pos     last       = -1;
-    llama_pos     short_from = std::numeric_limits<llama_pos>::max(); // without F16 rows that have made room for others
-    mixedkv_truth worst      = MIXEDKV_COMPUTED;
+    llama_pos     first = std::numeric_limits<llama_pos>::max(); // of the ubatch
+    llama_pos     last  = -1;
+    mixedkv_truth worst = MIXEDKV_COMPUTED;
 };
 
 static std::vector<llama_kv_truth_seq> get_sequences(const llama_ubatch & ubatch) {
@@ -287,7 +286,7 @@ std::string llama_kv_truth::begin_step(llama_memory_i * memory, const llama_ubat
             }
 
             const llama_pos missing =
-                llama_kv_mixed_fills() || kv == caches[0] ? -1 : find_missing(*caches[0], *kv, seq.id, seq.first);
+                ubatch.fills || kv == caches[0] ? -1 : find_missing(*caches[0], *kv, seq.id, seq.first);
             if (missing >= 0) {
                 refused = "the token at position " + std::to_string(seq.first) + " of sequence " + std::to_string(seq.id) +
                     " reads position " + std::to_string(missing) + ", which layers with a sliding window have let go of: cut the "
@@ -323,12 +322,6 @@ static void note_missing(const llama_kv_cache & kv, bool lacks_hot, llama_kv_tru
     }
     if (lacks_hot) {
         seq.worst = std::max(seq.worst, MIXEDKV_APPROXIMATE);
-    }
-
-    const auto *    mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
-    const llama_pos from  = mixed ? mixed->get_hot().get_slots().get_use().short_from[seq.id] : -1;
-    if (from >= 0) {
-        seq.short_from = std::min(seq.short_from, from);
     }
 }
 
@@ -387,7 +380,7 @@ void llama_kv_truth::limit_step(
     std::map<llama_seq_id, const llama_kv_truth_seq *> less;
 
     for (const auto & seq : seqs) {
-        if (seq.worst > MIXEDKV_COMPUTED || seq.short_from <= seq.last) {
+        if (seq.worst > MIXEDKV_COMPUTED) {
             less[seq.id] = &seq;
         }
     }
@@ -400,9 +393,7 @@ void llama_kv_truth::limit_step(
             for (int32_t j = 0; j < ubatch.n_seq_id[i]; ++j) {
                 const auto it = less.find(ubatch.seq_id[i][j]);
                 if (it != less.end()) {
-                    const bool is_short = it->second->short_from <= ubatch.pos[i];
-                    limit_cell(*kv, kv->get_stream(it->first), cell,
-                        std::max(it->second->worst, is_short ? MIXEDKV_APPROXIMATE : MIXEDKV_COMPUTED));
+                    limit_cell(*kv, kv->get_stream(it->first), cell, it->second->worst);
                 }
             }
         });

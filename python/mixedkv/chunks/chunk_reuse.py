@@ -1,4 +1,4 @@
-"""The result of reusing chunks for a prompt."""
+"""Settings of reuse: what a request chooses, and what came of it."""
 
 from __future__ import annotations
 
@@ -70,3 +70,25 @@ class ChunkReuse:
     def repaired_ratio(self) -> float:
         """Share of the prompt's tokens that the repair evaluated: all evaluated ones except new ones."""
         return (self.n_evaluated - self.n_new) / self.n_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChunkChoice:
+    """Settings of one request for the passages that it reuses; None keeps the connector's setting.
+
+    Args:
+        repair: how seams are repaired, see `Method`. A method other than the connector's has its own defaults
+            for `ratio` and `overlap_k`.
+        ratio: share of the reused tokens that "cacheblend" and "query" evaluate again.
+        overlap_k: tokens at each edge of a passage that are evaluated again.
+        chunk_size: passages shorter than half of this are not reused, and this many tokens at the beginning
+            are exact. At least the connector's, whose index has no shorter ones.
+        boundary_window: maximum number of tokens by which the edge of a passage moves to the end of a
+            sentence.
+    """
+
+    repair: Repair | None = None
+    ratio: float | None = None
+    overlap_k: int | None = None
+    chunk_size: int | None = None
+    boundary_window: int | None = None

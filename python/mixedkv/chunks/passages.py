@@ -4,34 +4,25 @@ how they are repaired. Both `ChunkCache` and the engine use this.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.chunks.calibration import read_calibration
-from mixedkv.chunks.chunk_choice import ChunkChoice
-from mixedkv.chunks.chunk_reuse import REPAIRS, Repair
+from mixedkv.chunks.chunk_reuse import REPAIRS, ChunkChoice, Repair
 from mixedkv.chunks.donors import DonorIndex
 from mixedkv.chunks.fingerprints import WIDTH, TextEnds
-from mixedkv.chunks.gate import Gate
 from mixedkv.chunks.plan import SHORTEST_SEGMENT, find_segments
 from mixedkv.chunks.repair import Method
 from mixedkv.chunks.stitch import Rows
-from mixedkv.chunks.support import check_memory, check_method, check_model
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.llama import Llama
 from mixedkv.store import Identity, KVStore
 from mixedkv.tokens import Tokens
 
 _INDEXES = 64  # identities (and so tenants) whose donors are kept in memory
-
-
-class UncalibratedWarning(UserWarning):
-    """The effect of reusing chunks was not measured on this model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,11 +35,7 @@ class ChunkOptions:
         boundary_window: maximum number of tokens by which the edge of a passage moves to the end of a
             sentence, line or message.
         max_donors: maximum number of places that are remembered for a passage.
-        repair, ratio, overlap_k: see `Method`. If none is given, the calibration chooses; without one it is
-            "query".
-        max_kld: median divergence of checked requests, in nats, above which chunks are no longer reused.
-        check: share of the requests that are also evaluated exactly, in idle time.
-        seed: seed of the choice of these.
+        repair, ratio, overlap_k: see `Method`; "query" if none is given.
 
     Raises:
         ValueError: a setting is out of range.
@@ -60,9 +47,6 @@ class ChunkOptions:
     repair: Repair | None = None
     ratio: float | None = None
     overlap_k: int | None = None
-    max_kld: float = 0.25
-    check: float = 0.01
-    seed: int | None = None
 
     def __post_init__(self) -> None:
         _check_whole("chunk_size", self.chunk_size, 2 * WIDTH, 2**31 - 1)
@@ -70,16 +54,13 @@ class ChunkOptions:
         _check_whole("max_donors", self.max_donors, 1, 1024)
 
     @property
-    def method(self) -> Method | None:
-        """The method that was asked for; None if none was."""
-        if self.repair is None and self.ratio is None and self.overlap_k is None:
-            return None
+    def method(self) -> Method:
         return Method(repair=self.repair or "query", ratio=self.ratio, overlap_k=self.overlap_k)
 
 
 _KINDS: dict[str, Callable[[str], Any]] = {
     "repair": str,
-    **dict.fromkeys(("ratio", "max_kld", "check"), float),
+    "ratio": float,
     **dict.fromkeys(("overlap_k", "chunk_size", "boundary_window"), int),
 }
 
@@ -104,9 +85,12 @@ def parse_chunks(text: str) -> dict[str, Any]:
             raise ValueError(f"{name}={value!r}: use a number") from None
     if isinstance(size := options.get("chunk_size"), int):
         options.setdefault("boundary_window", max(0, min(ChunkOptions().boundary_window, size // 2)))
-    found = ChunkOptions(**options)
-    _ = found.method, Gate(found.max_kld, found.check)  # which check the others
+    _ = ChunkOptions(**options).method  # which checks the others
     return options
+
+
+# what a request chooses of its method, and of where passages are found
+_CHOICES = (("ratio", "overlap_k"), ("chunk_size", "boundary_window"))
 
 
 class Passages:
@@ -119,7 +103,6 @@ class Passages:
 
     Attributes:
         method: how they are repaired.
-        gate: whether passages may be used.
 
     Raises:
         UnsupportedModelError, ValueError: as `ChunkCache`.
@@ -134,8 +117,7 @@ class Passages:
         self._store = store
         identity = Identity.of(llm)
         check_model(llm, identity, size)
-        self.gate = Gate(self._options.max_kld, self._options.check, self._options.seed)
-        self.method = self._options.method or self._calibrated(identity) or Method()
+        self.method = self._options.method
         check_method(llm, self.method)
         self._n_ctx, self._sliding_window = n_ctx, identity.sliding_window
         self._unsupported = _unsupported(llm)
@@ -149,37 +131,32 @@ class Passages:
             UnsupportedModelError: this cache cannot serve the repair.
             ValueError: a value is out of range here; the message begins with `chunks.` and the field.
         """
-        method = self.method
-        if choice.repair is not None and choice.repair != method.repair:
-            method = Method(repair=choice.repair)
-        if choice.ratio is not None:
-            method = replace(method, ratio=choice.ratio)
-        if choice.overlap_k is not None:
-            method = replace(method, overlap_k=choice.overlap_k)
-        if (error := self._unsupported.get(method.repair)) is not None:
-            raise UnsupportedModelError(f"chunks.{error}")
+        options, method = self._options, self.method
+        given = {name: value for name, value in asdict(choice).items() if value is not None}
+        of_method, of_options = ({name: given[name] for name in names if name in given} for names in _CHOICES)
+        try:
+            if choice.repair is not None and choice.repair != method.repair:
+                method = Method(repair=choice.repair)
+            method, options = replace(method, **of_method), replace(options, **of_options)
+        except ValueError as error:
+            raise ValueError(f"chunks.{error}") from None
+        if (lack := self._unsupported.get(method.repair)) is not None:
+            raise UnsupportedModelError(f"chunks.{lack}")
         if choice.ratio is not None and method.repair not in ("query", "cacheblend"):
             raise ValueError(f"chunks.ratio: repair={method.repair!r} has none: use query or cacheblend")
         if choice.overlap_k is not None and method.repair == "none":
             raise ValueError("chunks.overlap_k: repair='none' has none: use seam, query or cacheblend")
-        least, size = self._options.chunk_size, choice.chunk_size or self._options.chunk_size
-        most = min(self._n_ctx, self._sliding_window or self._n_ctx)
-        if not least <= size <= most:
-            raise ValueError(f"chunks.chunk_size={size}: use a whole number from {least} to {most}")
-        window = choice.boundary_window
-        if window is not None and window > size // 2:
-            raise ValueError(f"chunks.boundary_window={window}: use at most {size // 2}, half of chunk_size")
-        window = self._options.boundary_window if window is None else window
-        return replace(self._options, chunk_size=size, boundary_window=window), method
+        least, most = self._options.chunk_size, min(self._n_ctx, self._sliding_window or self._n_ctx)
+        if not least <= options.chunk_size <= most:
+            raise ValueError(
+                f"chunks.chunk_size={options.chunk_size}: use a whole number from {least} to {most}"
+            )
+        return options, method
 
     def find(
         self, tokens: Tokens, identity: Identity, n_exact: int, options: ChunkOptions | None = None
     ) -> Rows:
-        """Return the passages after the first `n_exact` tokens, which have rows, and after the first chunk;
-        none while the gate is closed.
-        """
-        if self.gate.closed:
-            return []
+        """Return the passages behind the first `n_exact` tokens, which have rows, and the first chunk."""
         options = options or self._options
         index, ends = self.refresh(identity), self._ends.of(tokens)
         low, shortest = max(n_exact, _head(ends, options)), SHORTEST_SEGMENT
@@ -206,22 +183,6 @@ class Passages:
         index.refresh()
         return index
 
-    def _calibrated(self, identity: Identity) -> Method | None:
-        folder = self._store.folder
-        found = read_calibration(folder, identity) if folder is not None else None
-        if found is None:
-            warnings.warn(
-                "what reuse of chunks does to this model has not been measured: run `mixedkv bench reuse "
-                "--calibrate`, or choose a repair yourself",
-                UncalibratedWarning,
-                stacklevel=4,
-            )
-            return None
-        if found.chosen is None:
-            self.gate.close(f"no method met max_kld={found.max_kld:g} when this model was calibrated")
-            return None
-        return found.chosen.method
-
 
 def _head(ends: npt.NDArray[np.int8], options: ChunkOptions) -> int:
     """Return how many first tokens are always exact: the sinks, and the first chunk up to the end of a
@@ -247,3 +208,55 @@ def _check_whole(field: str, value: int, low: int, high: int, why: str = "") -> 
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         reason = f" ({why})" if why else ""
         raise ValueError(f"{field}={value!r}: use a whole number from {low} to {high}{reason}")
+
+
+def check_memory(llm: Llama) -> None:
+    """Refuse a context whose rows cannot be put together.
+
+    Raises:
+        UnsupportedModelError: the context keeps more than rows of tokens.
+    """
+    if not llm.kv.can_cut:
+        raise UnsupportedModelError(
+            "chunks: recurrent and hybrid models keep a state of the whole sequence, of which no part can be "
+            "used elsewhere. Reuse prefixes"
+        )
+
+
+def check_model(llm: Llama, identity: Identity, chunk_size: int) -> None:
+    """Refuse a model whose rows cannot be moved.
+
+    Raises:
+        UnsupportedModelError: rows of this model, or of this context, cannot be moved.
+    """
+    window = identity.sliding_window
+    if window and window < chunk_size:
+        raise UnsupportedModelError(
+            f"chunks: the sliding window of {window} tokens is shorter than chunk_size={chunk_size}: its "
+            f"layers read little of a chunk from within it. Reuse prefixes, or set a smaller chunk_size"
+        )
+    if not llm.kv.can_shift:
+        raise UnsupportedModelError(
+            "chunks: positions cannot be moved here. Sliding-window layers keep the rows of a whole chunk "
+            "with swa_full=True; a quantised uniform cache turns whole heads only, use a mixed one or f16"
+        )
+
+
+def check_method(llm: Llama, method: Method) -> None:
+    """Refuse a repair method that the context's attention cannot serve.
+
+    Raises:
+        UnsupportedModelError: the method needs attention weights, which only the fused attention shows.
+    """
+    layers = llm.kv.stats(by_layer=True).layers or ()
+    if method.repair == "cacheblend" and not all(layer.head_size_v for layer in layers):
+        raise UnsupportedModelError(
+            "repair='cacheblend' compares values, and latent attention (MLA) stores none: use repair='query' "
+            "or repair='seam'"
+        )
+    fused = all(layer.fused for layer in layers)
+    if method.repair in ("query", "cacheblend") and not fused:
+        raise UnsupportedModelError(
+            f"repair={method.repair!r} watches the fused attention, which this cache does not have "
+            f"({llm.kv.config}). Use a mixed cache in CPU memory, or repair='seam'"
+        )

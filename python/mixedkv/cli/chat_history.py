@@ -10,7 +10,7 @@ from typing import Any
 
 from mixedkv.atomic_write import write_atomically
 from mixedkv.store.encryption import Cipher, PlainCipher
-from mixedkv.store.entry_error import EntryError
+from mixedkv.store.entry_row import EntryError
 
 _MESSAGES = "messages.jsonl"
 

@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from mixedkv import __version__, _core
@@ -66,7 +66,6 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, *, module: str = "", **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
         self._module = module
-        self.gone: Mapping[str, str] = {}  # options of former versions, and what to do instead
 
     def add_arguments(self) -> None:
         """Import the command's module, which adds the command's arguments and its description."""
@@ -77,7 +76,7 @@ class _Parser(argparse.ArgumentParser):
         self.add_arguments()
         found, rest = super().parse_known_args(*args, **options)
         if rest:
-            self.error(unknown(rest, self._option_string_actions, self.gone))
+            self.error(unknown(rest, self._option_string_actions))
         return found, rest
 
     def error(self, message: str) -> NoReturn:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mixedkv.cli.values import layer_count, layers, memory, positive
 from mixedkv.cli.words import add_words, flags, tokens
-from mixedkv.config.parse import HELP as KV_HELP
+from mixedkv.config.mixed import HELP as KV_HELP
 from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import default_n_ctx, read_model_file
 from mixedkv.native import llama_cpp as _llama_cpp

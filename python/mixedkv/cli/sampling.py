@@ -7,45 +7,34 @@ from pathlib import Path
 from typing import Any
 
 from mixedkv.cli.values import between, temperature, whole
-from mixedkv.engine.sample.sampling_defaults import sampling_defaults
+from mixedkv.engine.sample.sampling import sampling_defaults
 from mixedkv.limits import RANGES
 from mixedkv.model.gguf_file import read_model_file
 
 _NAMES = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")
 
 
+_OPTIONS = (
+    ("--temp", "T", temperature, "temperature; 0 is the likeliest token"),
+    ("--top-k", "K", whole, "sample from the K likeliest tokens; 0 is all"),
+    (
+        "--top-p",
+        "P",
+        between(*RANGES["top_p"]),
+        "sample from the likeliest tokens that together have this probability",
+    ),
+    ("--min-p", "P", between(*RANGES["min_p"]), "drop tokens less than P times as likely as the likeliest"),
+    ("--repeat-penalty", "X", between(*RANGES["repeat_penalty"]), "penalty of repeated tokens; 1 is none"),
+    ("--seed", "N", int, "seed of the sampler, for the same text again (default: another each time)"),
+)
+
+
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "sampling", "default: what the model's file recommends (general.sampling.*), else llama-server's"
     )
-    group.add_argument("--temp", metavar="T", type=temperature, help="temperature; 0 is the likeliest token")
-    group.add_argument(
-        "--top-k", metavar="K", type=whole, help="sample from the K likeliest tokens; 0 is all"
-    )
-    group.add_argument(
-        "--top-p",
-        metavar="P",
-        type=between(*RANGES["top_p"]),
-        help="sample from the likeliest tokens that together have this probability",
-    )
-    group.add_argument(
-        "--min-p",
-        metavar="P",
-        type=between(*RANGES["min_p"]),
-        help="drop tokens less than P times as likely as the likeliest",
-    )
-    group.add_argument(
-        "--repeat-penalty",
-        metavar="X",
-        type=between(*RANGES["repeat_penalty"]),
-        help="penalty of repeated tokens; 1 is none",
-    )
-    group.add_argument(
-        "--seed",
-        metavar="N",
-        type=int,
-        help="seed of the sampler, for the same text again (default: another each time)",
-    )
+    for flag, metavar, kind, text in _OPTIONS:
+        group.add_argument(flag, metavar=metavar, type=kind, help=text)
 
 
 def sampling_options(args: argparse.Namespace, path: Path) -> dict[str, Any]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from mixedkv.cli.door_options import add_options, read_options
-from mixedkv.cli.extra import naming_the_extra
-from mixedkv.cli.words import add_place, add_words, take_words
+from mixedkv.cli.values import naming_the_extra
+from mixedkv.cli.words import add_options, add_place, add_words, read_options, take_words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,9 +8,8 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from mixedkv.cli.door_options import add_options, read_options
-from mixedkv.cli.extra import naming_the_extra
-from mixedkv.cli.values import add_n_predict, positive, temperature, whole
+from mixedkv.cli.values import add_n_predict, naming_the_extra, positive, temperature, whole
+from mixedkv.cli.words import add_options, read_options
 
 if TYPE_CHECKING:
     from mixedkv.split.client import SplitClient
@@ -121,11 +120,11 @@ def run_export(args: argparse.Namespace) -> None:
 
 def run_serve(args: argparse.Namespace) -> None:
     with naming_the_extra("split"):
-        from mixedkv.engine.chat.tokenizer import silence
+        from mixedkv.native.llama_cpp import silence_log
         from mixedkv.split.server import serve
         from mixedkv.split.split_settings import SplitSettings
 
-    silence()
+    silence_log()
     logging.basicConfig(format="mixedkv split: %(message)s")
     logging.getLogger("mixedkv").setLevel(logging.INFO)
     serve(read_options(args, SplitSettings))
@@ -133,11 +132,11 @@ def run_serve(args: argparse.Namespace) -> None:
 
 def run_client(args: argparse.Namespace) -> None:
     with naming_the_extra("split"):
-        from mixedkv.engine.chat.tokenizer import silence
+        from mixedkv.native.llama_cpp import silence_log
         from mixedkv.split.client import SplitClient, SplitServerError, tls
         from mixedkv.split.head import Head
 
-    silence()
+    silence_log()
     key = _read_key(args.key_file) if args.key_file else ""
     secure = args.tls or args.ca or args.cert
     credentials = tls(args.ca, args.cert, args.cert_key) if secure else None
@@ -152,7 +151,7 @@ def run_client(args: argparse.Namespace) -> None:
 
 
 def _generate(client: SplitClient, args: argparse.Namespace) -> None:
-    from mixedkv.split.session_file import SessionFile
+    from mixedkv.split.session_key import SessionFile
 
     if args.session and args.chat:
         raise ValueError("--session goes on from a text as it is: leave out --chat")

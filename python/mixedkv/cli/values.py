@@ -1,9 +1,10 @@
-"""Reads values on the command line, and declares the option that three commands have."""
+"""Reads values on the command line, declares -n, and names missing extras."""
 
 from __future__ import annotations
 
+import contextlib
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from mixedkv.limits import INT32_MAX
@@ -98,3 +99,16 @@ def _value(parse: Callable[[str], T], text: str) -> T:
         return parse(text)
     except ValueError as error:
         raise ArgumentTypeError(str(error)) from None
+
+
+@contextlib.contextmanager
+def naming_the_extra(extra: str) -> Iterator[None]:
+    """While inside, turn the error for a missing package into one that names the extra to install."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("mixedkv"):
+            raise
+        raise ValueError(
+            f"this command needs {error.name}, which is not installed: pip install 'mixedkv[{extra}]'"
+        ) from None

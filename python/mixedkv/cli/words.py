@@ -1,5 +1,5 @@
-"""Words that people know from other programs: further names of our options, and what is said of those that
-have none here.
+"""Options of commands that serve, made of the fields of their settings, and words that people know from other
+programs: further names of our options, and what is said of those that have none here.
 """
 
 from __future__ import annotations
@@ -7,12 +7,20 @@ from __future__ import annotations
 import argparse
 import re
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Container, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from mixedkv.cli.values import positive
 from mixedkv.config.checks import did_you_mean
 from mixedkv.model.hub_model import PREFIX
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+    from mixedkv.doors.settings import DoorSettings
+
+    T = TypeVar("T", bound=DoorSettings)
+
 
 # beside `--` and the name of a field
 _SHORT = {
@@ -102,11 +110,11 @@ def is_model_file(text: str) -> bool:
     return text.endswith(".gguf") and len(text.split()) == 1
 
 
-def unknown(words: Iterable[str], known: Iterable[str], gone: Mapping[str, str] = {}) -> str:
-    """Return what is said of arguments that a command does not have; of those it had, what to do instead."""
+def unknown(words: Iterable[str], known: Iterable[str]) -> str:
+    """Return what is said of arguments that a command does not have; of llama.cpp's, what to do instead."""
     word = next(iter(words))
     name = word.partition("=")[0]
-    if instead := gone.get(name.replace("--no-", "--", 1)) or _INSTEAD.get(name):
+    if instead := _INSTEAD.get(name):
         return f"there is no {name}: {instead}"
     if not word.startswith("-"):
         return f"{word!r} is one argument too many"
@@ -122,3 +130,46 @@ def _of_hub(text: str) -> str:
 def add_place(parser: ArgumentParser, **options: Any) -> None:
     """Declare a model that stands without -m."""
     parser.add_argument("in_place", metavar="MODEL", help="a model, as with -m", **options)
+
+
+def add_options(parser: Any, kind: type[DoorSettings], leave_out: Container[str] = ()) -> None:
+    """Declare all options of some settings, in their groups."""
+    prefix = kind.model_config["env_prefix"]
+    parser.epilog = (
+        f"Each option can also be an environment variable ({prefix}N_CTX=8192) or a line of a TOML file "
+        f"(n_ctx = 8192). The command line comes first, then the environment, then the file. {parser.epilog}"
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML file with options")
+    for title, names in kind.GROUPS.items():
+        group = parser.add_argument_group(title)
+        for name in names.split():
+            if name not in leave_out:
+                _add(group, name, kind.model_fields[name])
+
+
+def _add(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
+    names = flags(name)
+    text, kind = field.description or "", type(field.default)
+    if field.default is None:  # a number that need not be given
+        kind = next(each for each in get_args(field.annotation) if each is not type(None))
+    if kind is bool:
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, default=None, help=text)
+        return
+    metavar = cast("dict[str, str]", field.json_schema_extra)["metavar"]
+    if kind is tuple:
+        group.add_argument(*names, metavar=metavar, action="append", default=None, help=text)
+        return
+    if field.default not in (None, "", 0) and "default" not in text:
+        text += f" (default: {field.default})"
+    read = tokens if name == "n_ctx" else str if metavar == "SIZE" else kind
+    group.add_argument(*names, metavar=metavar, type=read, default=None, help=text)
+
+
+def read_options(args: argparse.Namespace, kind: type[T]) -> T:
+    """Return the settings of a command line, the environment and a file.
+
+    Raises:
+        ValueError, OSError: as `DoorSettings.load`.
+    """
+    options = {name: getattr(args, name) for name in kind.model_fields}
+    return kind.load({name: value for name, value in options.items() if value is not None}, args.config)

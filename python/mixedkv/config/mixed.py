@@ -1,18 +1,12 @@
-"""The settings of the mixed cache, validated once."""
+"""The settings of the mixed cache, validated once, and the written form of all settings."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from mixedkv import _core
 from mixedkv.config.checks import normalise, options_of
 from mixedkv.config.uniform import UniformKV
-
-if TYPE_CHECKING:
-    from mixedkv.model.footprint import ModelShape
-    from mixedkv.model.layer_plan import Shares
 
 _DEFAULTS = _core.DEFAULTS
 
@@ -37,7 +31,7 @@ class MixedKVConfig:
             from layer 7 on.
         budget: bytes that the cache may take, or e.g. "2GiB"; or bits of an element of the cold rows, scales
             included, as "4.5bit". 0 uses the given types. `settle` chooses the types by layer for a model and
-            a context, and spends them where they help most: see `for_budget`.
+            a context, and spends them where they help most: see `model.settle.for_budget`.
         sparse: "eps:0.05" makes decoding with the fused kernel, beyond 1,024 tokens, read only some of the
             older tokens, four at a time: those that weigh much, and a random sample of the others. A
             query's sum of attention weights is then wrong by more than 0.05 of it with a probability of
@@ -62,37 +56,6 @@ class MixedKVConfig:
 
     def __post_init__(self) -> None:
         normalise(self, mixed=True)
-
-    @classmethod
-    def for_budget(
-        cls,
-        model: str | os.PathLike[str] | ModelShape,
-        n_ctx: int,
-        n_bytes: int | str,
-        *,
-        n_seq: int = 1,
-        shares: Shares | None = None,
-        **given: Any,
-    ) -> MixedKVConfig | UniformKV:
-        """Return the setting whose cache takes at most `n_bytes` (or "2GiB") and changes predictions least.
-
-        Bits go to K and V of the layers where they help most, see `mixedkv.model.layer_plan`. Bytes left over
-        when all rows have eight bits widen the recent window; if F16 fits, it is llama.cpp's F16 cache. If
-        four bits with the given window are too many, the window is halved until they fit.
-
-        Args:
-            model: a GGUF file, or its shape.
-            n_ctx: tokens that the cache is made for, which `n_seq` sequences share.
-            shares: what `mixedkv bench sensitivity` measured: see `model.measured_shares.read_shares`.
-            given: other fields; `quantization_threshold` is the window to begin with.
-
-        Raises:
-            ValueError: nothing fits; the message says what the smallest cache takes.
-            OSError, InvalidModelFileError, UnsupportedModelError: see `model_shape`.
-        """
-        from mixedkv.model.settle import settle_for  # only here: all else about a setting needs no model
-
-        return settle_for(cls(**given, budget=n_bytes), model, n_ctx, n_seq, shares)
 
     def without_quantization(self) -> UniformKV:
         """Return llama.cpp's F16 cache with this attention."""
@@ -180,3 +143,43 @@ class MixedKVConfig:
         if not self.enable_quantization:
             return str(self.without_quantization())
         return _core.format_kv(True, options_of(self), full=True)
+
+
+KVSetting = MixedKVConfig | UniformKV
+
+PRESETS = _core.PRESETS  # to start from, as in "mixed:quality"
+HELP = (
+    "KV cache (default: mixed, which is mixed:compact: 4 bits but for recent tokens). mixed:balanced has K "
+    "in 8 bits, mixed:quality K and V, both with more recent tokens in F16; mixed:budget=3.5bit or "
+    "mixed:budget=2GiB choose types by size; mixed:cold=q8_0,threshold=256 sets each. f16, q8_0 and others "
+    "are llama.cpp's caches"
+)
+
+
+def parse_kv(kv: str | KVSetting) -> KVSetting:
+    """Read the setting of a cache: a spec or a setting itself.
+
+    Specs: "mixed" (the defaults of `MixedKVConfig`), and with other values
+    "mixed:cold_k=q8_0,cold_v=q4_0,threshold=256,group=32,sinks=4,sparse=eps:0.05"; "cold=q8_0" sets both cold
+    types, "layers=0-3:q8_0/q8_0,9-:q5_0" those of single layers; "budget=2GiB" and "budget=3.5bit" have them
+    chosen. A type such as "f16" or "q8_0" is llama.cpp's uniform cache of it, "q8_0/q4_0" one with another
+    type for V. Each takes "attention=" too. "mixed:compact", "mixed:balanced" and "mixed:quality" are presets
+    to start from, as in "mixed:quality,sinks=8". Case does not matter. `str()` of the result reads back
+    as the same setting.
+
+    Raises:
+        ValueError: the spec has an unknown name, key or value; the message lists the known ones.
+        TypeError: `kv` is neither a spec nor a setting.
+    """
+    if isinstance(kv, MixedKVConfig):
+        return kv if kv.enable_quantization else kv.without_quantization()
+    if isinstance(kv, UniformKV):
+        return kv
+    if not isinstance(kv, str):
+        raise TypeError(f"kv={kv!r}: use a spec such as 'mixed' or 'q8_0', or a MixedKVConfig")
+    try:
+        mixed, given = _core.parse_kv(kv.encode(errors="backslashreplace").decode())
+    except ValueError as error:
+        said, value = str(error), repr(kv)
+        raise ValueError(f"kv={said}" if said.startswith(value) else f"kv={value}: {said}") from None
+    return MixedKVConfig(**given) if mixed else UniformKV(**given)

@@ -9,7 +9,7 @@ import re
 import stat
 from pathlib import Path
 
-from mixedkv.engine.schedule.tenant_limits import TenantLimits
+from mixedkv.engine.schedule.fair_queue import TenantLimits
 from mixedkv.sessions.metadata import Quota
 from mixedkv.store import Share
 

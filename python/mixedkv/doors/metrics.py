@@ -29,140 +29,89 @@ class Metrics(Observer):
 
     def __init__(self, by_tenant: bool = False) -> None:
         self.registry = CollectorRegistry()
-        r: dict[str, Any] = {"registry": self.registry}
-        self.running = Gauge("mixedkv:num_requests_running", "Answers that are being generated.", **r)
-        self.waiting = Gauge("mixedkv:num_requests_waiting", "Requests that wait for a place.", **r)
-        self.prompt_tokens = Counter(
-            "mixedkv:prompt_tokens", "Prompt tokens, including those found in the cache.", **r
+
+        def count(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"mixedkv:{name}", text, labels, registry=self.registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"mixedkv:{name}", text, labels, registry=self.registry)
+
+        def seconds(name: str, text: str, buckets: Sequence[float]) -> Histogram:
+            return Histogram(f"mixedkv:{name}", text, buckets=buckets, registry=self.registry)
+
+        self.running = gauge("num_requests_running", "Answers that are being generated.")
+        self.waiting = gauge("num_requests_waiting", "Requests that wait for a place.")
+        self.prompt_tokens = count("prompt_tokens", "Prompt tokens, including those found in the cache.")
+        self.evaluated = count("prompt_tokens_evaluated", "Prompt tokens that were evaluated.")
+        self.generated = count("generation_tokens", "Tokens generated.")
+        self.drafted = count("spec_decode_num_draft_tokens", "Draft tokens.")
+        self.accepted = count("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.")
+        self.ttft = seconds(
+            "time_to_first_token_seconds", "Seconds from the request to the first token.", _FIRST
         )
-        self.evaluated = Counter("mixedkv:prompt_tokens_evaluated", "Prompt tokens that were evaluated.", **r)
-        self.generated = Counter("mixedkv:generation_tokens", "Tokens generated.", **r)
-        self.drafted = Counter("mixedkv:spec_decode_num_draft_tokens", "Draft tokens.", **r)
-        self.accepted = Counter(
-            "mixedkv:spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", **r
+        self.itl = seconds("inter_token_latency_seconds", "Seconds between tokens.", _BETWEEN)
+        self.e2e = seconds(
+            "e2e_request_latency_seconds", "Seconds from the request to the end of the answer.", SECONDS
         )
-        self.ttft = Histogram(
-            "mixedkv:time_to_first_token_seconds",
-            "Seconds from the request to the first token.",
-            buckets=_FIRST,
-            **r,
+        self.queue = seconds("request_queue_time_seconds", "Seconds that a request waited.", _FIRST)
+        self.steps = seconds("iteration_seconds", "Seconds of a step of the engine.", _STEP)
+        self.success = count("request_success", "Answers by how they ended.", "finished_reason")
+        self.errors = count("request_failure", "Answers that failed.", "reason")
+        self.queries = count("prefix_cache_queries", "Prompt tokens looked up in the cache.")
+        self.hits = count("prefix_cache_hits", "Prompt tokens found in the cache, by tier.", "tier")
+        self.approximate = count(
+            "approximate_cache_hits", "Prompt tokens with rows that were computed elsewhere."
         )
-        self.itl = Histogram(
-            "mixedkv:inter_token_latency_seconds", "Seconds between tokens.", buckets=_BETWEEN, **r
+        self.rows = gauge("kv_cache_rows", "Rows in the cache by state: hot, cold.", "state")
+        self.bytes = gauge("kv_cache_bytes", "Bytes of KV: hot, cold, checkpoints, store.", "tier")
+        self.dropped = count(
+            "dropped_tokens", "Tokens dropped from prompts and answers that did not fit the context."
         )
-        self.e2e = Histogram(
-            "mixedkv:e2e_request_latency_seconds",
-            "Seconds from the request to the end of the answer.",
-            buckets=SECONDS,
-            **r,
-        )
-        self.queue = Histogram(
-            "mixedkv:request_queue_time_seconds", "Seconds that a request waited.", buckets=_FIRST, **r
-        )
-        self.steps = Histogram(
-            "mixedkv:iteration_seconds", "Seconds of a step of the engine.", buckets=_STEP, **r
-        )
-        self.success = Counter(
-            "mixedkv:request_success", "Answers by how they ended.", ["finished_reason"], **r
-        )
-        self.errors = Counter("mixedkv:request_failure", "Answers that failed.", ["reason"], **r)
-        self.queries = Counter("mixedkv:prefix_cache_queries", "Prompt tokens looked up in the cache.", **r)
-        self.hits = Counter(
-            "mixedkv:prefix_cache_hits", "Prompt tokens found in the cache, by tier.", ["tier"], **r
-        )
-        self.approximate = Counter(
-            "mixedkv:approximate_cache_hits", "Prompt tokens with rows that were computed elsewhere.", **r
-        )
-        self.chunk_checks = Counter(
-            "mixedkv:chunk_checks", "Answers from reused passages that were evaluated exactly as well.", **r
-        )
-        self.chunk_kld = Counter(
-            "mixedkv:chunk_check_kld_nats", "Sum of the divergence of checked answers, in nats.", **r
-        )
-        self.chunks_off = Gauge(
-            "mixedkv:chunk_reuse_off", "1 when checks have switched the reuse of passages off.", **r
-        )
-        self.rows = Gauge("mixedkv:kv_cache_rows", "Rows in the cache by state: hot, cold.", ["state"], **r)
-        self.bytes = Gauge(
-            "mixedkv:kv_cache_bytes", "Bytes of KV: hot, cold, checkpoints, store.", ["tier"], **r
-        )
-        self.dropped = Counter(
-            "mixedkv:dropped_tokens",
-            "Tokens dropped from prompts and answers that did not fit the context.",
-            **r,
-        )
-        self.usage = Gauge("mixedkv:kv_cache_usage_perc", "Share of the context's cells in use, 0 to 1.", **r)
-        self.in_use = Gauge(
-            "mixedkv:kv_cache_running_perc", "Share of the cells that running answers hold, 0 to 1.", **r
-        )
-        self.lora = Gauge(
-            "mixedkv:lora_requests_info",
+        self.usage = gauge("kv_cache_usage_perc", "Share of the context's cells in use, 0 to 1.")
+        self.in_use = gauge("kv_cache_running_perc", "Share of the cells that running answers hold, 0 to 1.")
+        self.lora = gauge(
+            "lora_requests_info",
             "Adapters with running and waiting requests; the value is the time of the count.",
-            ["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
-            **r,
+            "max_lora",
+            "running_lora_adapters",
+            "waiting_lora_adapters",
         )
-        self.sequences = Gauge(
-            "mixedkv:kv_cache_sequences", "Sequences by state: running, idle.", ["state"], **r
-        )
-        self.evictions = Counter(
-            "mixedkv:kv_cache_evictions", "Cached prefixes that were evicted, by tier.", ["tier"], **r
-        )
-        self.preemptions = Counter(
-            "mixedkv:num_preemptions", "Answers that had to give their rows back.", **r
-        )
-        self.pauses = Counter("mixedkv:num_pauses", "Answers that had to let another tenant's go first.", **r)
-        self.restores = Counter("mixedkv:kv_restores", "Prompts whose KV came from the store.", **r)
-        self.restore_failures = Counter(
-            "mixedkv:kv_restore_failures", "Failures to restore KV, by reason.", ["reason"], **r
-        )
-        self.stored_tokens = Counter("mixedkv:kv_stored_tokens", "Tokens whose KV went to the store.", **r)
-        self.store_failures = Counter(
-            "mixedkv:kv_store_failures", "Failures to store KV, by reason.", ["reason"], **r
-        )
-        self.rechecks = Counter(
-            "mixedkv:kv_rechecks",
-            "Stored sequences that were checked by evaluating them again.",
-            ["rows"],
-            **r,
+        self.sequences = gauge("kv_cache_sequences", "Sequences by state: running, idle.", "state")
+        self.evictions = count("kv_cache_evictions", "Cached prefixes that were evicted, by tier.", "tier")
+        self.preemptions = count("num_preemptions", "Answers that had to give their rows back.")
+        self.pauses = count("num_pauses", "Answers that had to let another tenant's go first.")
+        self.restores = count("kv_restores", "Prompts whose KV came from the store.")
+        self.restore_failures = count("kv_restore_failures", "Failures to restore KV, by reason.", "reason")
+        self.stored_tokens = count("kv_stored_tokens", "Tokens whose KV went to the store.")
+        self.store_failures = count("kv_store_failures", "Failures to store KV, by reason.", "reason")
+        self.rechecks = count(
+            "kv_rechecks", "Stored sequences that were checked by evaluating them again.", "rows"
         )
         for rows in ("right", "wrong"):
             self.rechecks.labels(rows)
-        self.remote_up = Gauge("mixedkv:kv_remote_up", "1 when the store's remote answers.", **r)
-        self.sessions = Gauge("mixedkv:sessions", "Living sessions of all tenants.", **r)
-        self.session_bytes = Gauge("mixedkv:session_bytes", "Bytes of the records of sessions.", **r)
-        self.embedding_running = Gauge(
-            "mixedkv:num_embedding_requests", "Requests for vectors at work or waiting.", **r
+        self.remote_up = gauge("kv_remote_up", "1 when the store's remote answers.")
+        self.sessions = gauge("sessions", "Living sessions of all tenants.")
+        self.session_bytes = gauge("session_bytes", "Bytes of the records of sessions.")
+        self.embedding_running = gauge("num_embedding_requests", "Requests for vectors at work or waiting.")
+        self.embedding_outcomes = count(
+            "embedding_requests", "Requests for vectors by how they ended.", "finished_reason"
         )
-        self.embedding_outcomes = Counter(
-            "mixedkv:embedding_requests", "Requests for vectors by how they ended.", ["finished_reason"], **r
+        self.embedding_inputs = count("embedding_inputs", "Inputs that were embedded.")
+        self.embedding_tokens = count("embedding_tokens", "Tokens evaluated for vectors.")
+        self.embedding_seconds = seconds(
+            "embedding_request_latency_seconds", "Seconds of a request for vectors.", SECONDS
         )
-        self.embedding_inputs = Counter("mixedkv:embedding_inputs", "Inputs that were embedded.", **r)
-        self.embedding_tokens = Counter("mixedkv:embedding_tokens", "Tokens evaluated for vectors.", **r)
-        self.embedding_seconds = Histogram(
-            "mixedkv:embedding_request_latency_seconds",
-            "Seconds of a request for vectors.",
-            buckets=SECONDS,
-            **r,
-        )
-        self.embedding_slices = Histogram(
-            "mixedkv:embedding_slice_seconds",
+        self.embedding_slices = seconds(
+            "embedding_slice_seconds",
             "Seconds that running answers wait for a slice of embedding work.",
-            buckets=_STEP,
-            **r,
+            _STEP,
         )
         self.by_tenant = by_tenant
-        self.tenant_prompts = Counter(
-            "mixedkv:tenant_prompt_tokens", "Prompt tokens, by tenant.", ["tenant"], **r
+        self.tenant_prompts = count("tenant_prompt_tokens", "Prompt tokens, by tenant.", "tenant")
+        self.tenant_evaluated = count(
+            "tenant_prompt_tokens_evaluated", "Prompt tokens that were evaluated, by tenant.", "tenant"
         )
-        self.tenant_evaluated = Counter(
-            "mixedkv:tenant_prompt_tokens_evaluated",
-            "Prompt tokens that were evaluated, by tenant.",
-            ["tenant"],
-            **r,
-        )
-        self.tenant_generated = Counter(
-            "mixedkv:tenant_generation_tokens", "Tokens generated, by tenant.", ["tenant"], **r
-        )
+        self.tenant_generated = count("tenant_generation_tokens", "Tokens generated, by tenant.", "tenant")
         self.http = http_counter(self.registry)
         self.recent: deque[dict[str, Any]] = deque(maxlen=WINDOW)
         self._tokens: deque[tuple[float, int, int]] = deque()  # time, generated, evaluated
@@ -252,11 +201,6 @@ class Metrics(Observer):
 
     def rechecked(self, problem: str) -> None:
         self.rechecks.labels("wrong" if problem else "right").inc()
-
-    def checked(self, kld: float, is_off: bool) -> None:
-        self.chunk_checks.inc()
-        self.chunk_kld.inc(kld)
-        self.chunks_off.set(is_off)
 
     def embedding_requests(self, n: int) -> None:
         self.embedding_running.inc(n)

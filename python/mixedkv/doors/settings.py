@@ -78,7 +78,6 @@ class DoorSettings(BaseSettings):
         protected_namespaces=(),  # `model_name` is a name of ours
     )
     PARSED: ClassVar[Mapping[str, Callable[[str], object]]] = {"kv": parse_kv, "max_age": parse_duration}
-    GONE: ClassVar[Mapping[str, str]] = {}  # options of former versions, and what to do instead
     GROUPS: ClassVar[Mapping[str, str]] = {}  # of --help: titles, and the names of their options
     IDLE: ClassVar[str] = ""  # the field with the number of sequences that wait in the context
 
@@ -171,9 +170,6 @@ class DoorSettings(BaseSettings):
         """
         prefix = str(cls.model_config["env_prefix"])
         config = config or environ.get(prefix + "CONFIG")
-        for name, instead in cls.GONE.items():
-            if prefix + name.upper() in environ:
-                raise ValueError(f"{prefix}{name.upper()}: there is no such option any more: {instead}")
         file = cls._read_toml(config) if config else {}
         environment = cls._read_environ(environ)
         origins = (
@@ -196,8 +192,6 @@ class DoorSettings(BaseSettings):
             raise ValueError(f"{path}: {error}") from None
         values = {name.replace("-", "_"): value for name, value in values.items()}
         for name in sorted(values.keys() - cls.model_fields):
-            if name in cls.GONE:
-                raise ValueError(f"{path}: there is no {name} any more: {cls.GONE[name]}")
             raise ValueError(
                 f"{path}: unknown option {name!r}{did_you_mean(name, cls.model_fields)}; known: "
                 f"{', '.join(cls.model_fields)}"

@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from mixedkv.card import card
-from mixedkv.chunks.chunk_choice import ChunkChoice
+from mixedkv.chunks.chunk_reuse import ChunkChoice
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.batch.vector_job import VectorJob, vector_width
 from mixedkv.engine.chat.chat_template import Chat
@@ -29,19 +29,18 @@ from mixedkv.engine.chat.tokenizer import Prompt, Tokenizer
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.kv_connector import KVConnector
 from mixedkv.engine.draft.speculation import Speculation
-from mixedkv.engine.engine_models import check_model, lend
 from mixedkv.engine.inbox import Deliver, Inbox, Outbox, Turns, deliver_directly
-from mixedkv.engine.jobs.events import Failed
+from mixedkv.engine.jobs.answer_state import Failed
 from mixedkv.engine.jobs.job import Job
-from mixedkv.engine.prepare import fit, prepare
+from mixedkv.engine.prepare import check_model, fit, lend, prepare
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.contract import StepPlan
+from mixedkv.engine.schedule.fair_queue import Limits, unlimited
 from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.schedule.pacing import SLOWDOWN, Pace
 from mixedkv.engine.schedule.queue_room import QueueRoom
 from mixedkv.engine.schedule.request import Request, SpeculationMode
 from mixedkv.engine.schedule.scheduler import Scheduler
-from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
 from mixedkv.engine.stepping import Stepper
 from mixedkv.engine.text.detokenizer import Detokenizer, stop_strings
 from mixedkv.errors import ClosedError, ContextLengthError
@@ -468,6 +467,7 @@ class Engine:
         self.close()
 
     def _fetch_or_put(self, job: Job) -> None:
+        """Have the connector look for a job's KV first, if it may start from any; else the job begins."""
         if self._connector is not None and job.reuse:
             self._fetching.add(job)
             if self._connector.fetch(job):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from mixedkv.engine.jobs.events import Event
+from mixedkv.engine.jobs.answer_state import Event
 from mixedkv.engine.jobs.job import Job
 from mixedkv.errors import ClosedError
 

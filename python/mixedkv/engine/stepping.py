@@ -1,29 +1,38 @@
-"""Evaluates the steps that the scheduler plans and chooses the next tokens, on the engine's thread."""
+"""Evaluates the steps that the scheduler plans, loads fetched rows between them, and chooses the next tokens,
+on the engine's thread.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import numpy as np
+
+from mixedkv.chunks.stitch import PassageRows
 from mixedkv.engine.batch.batch import Batch
-from mixedkv.engine.batch.next_token import go_on
 from mixedkv.engine.batch.vector_job import take_hidden
 from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.engine.connect.kv_connector import KVConnector
-from mixedkv.engine.connect.loading import Loader
 from mixedkv.engine.draft.speculation import Speculation
 from mixedkv.engine.inbox import Outbox
-from mixedkv.engine.jobs.events import Failed
+from mixedkv.engine.jobs.answer_state import AnswerState, Delta, Failed
 from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.sample.sampler import Sampler, logits_row, logprob_of
 from mixedkv.engine.schedule.contract import Run, StepPlan
 from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.engine.text.detokenizer import Detokenizer
+from mixedkv.engine.text.thought import Thought
 from mixedkv.errors import RowsGoneError
-from mixedkv.images.evaluate import evaluate
+from mixedkv.images.picture import Picture
+from mixedkv.kv.cache import KVCache
+from mixedkv.kv.fetched import Fetched, WrongRowsError
 from mixedkv.llama import Llama
-from mixedkv.native.batch import NO_CELLS
+from mixedkv.native.batch import NO_CELLS, NativeBatch
 from mixedkv.prompts.overflow import cut, head_of
 
 log = logging.getLogger("mixedkv.engine")
@@ -131,8 +140,6 @@ class Stepper:
         if not job.evaluated:
             job.evaluated = True
             self._observer.prompt_done(job)
-            if self._connector is not None:
-                self._connector.evaluated(job, index)
         if job.answer.sampler is None or job.n_answer >= job.request.max_tokens:
             self._finish(job, "length")
             return
@@ -200,3 +207,176 @@ def make_room(job: Job, tokenizer: Tokenizer, scheduler: Scheduler[Job], n_ctx: 
     head = job.gap.begin if job.gap is not None else head_of(starts, n_ctx)
     scheduler.drop(job, head, cut(len(job.tokens), head, n_ctx, starts))
     scheduler.give_way(job)
+
+
+def evaluate(picture: Picture, kv: KVCache, pos: int, seq: int, n_batch: int) -> int:
+    """Evaluate at positions of a sequence from `pos` on; return llama_decode's code. Where it is not 0
+    after the first `n_batch` vectors, rows of those are left.
+    """
+    with kv.causal(picture.causal):
+        for begin in range(0, len(picture), n_batch):
+            batch = _batch(picture, pos, seq, begin, min(begin + n_batch, len(picture)))
+            if (code := kv.decode(batch.native)) != 0:
+                return code
+        return 0
+
+
+def _batch(picture: Picture, pos: int, seq: int, begin: int, end: int) -> NativeBatch:
+    n = end - begin
+    vectors = np.ascontiguousarray(picture.vectors[begin:end])
+    if picture.grid is None:
+        batch = NativeBatch(vectors)
+        batch.pos[:] = np.arange(pos + begin, pos + end)
+    else:  # the fourth part is 0
+        batch = NativeBatch(vectors, n_pos=4)
+        batch.pos[: 3 * n] = (picture.grid[:, begin:end] + pos).ravel()
+    batch.seq[:] = seq
+    batch.native.n_tokens = n
+    return batch
+
+
+def go_on(
+    job: Job, context: Any, index: int, detokenizer: Detokenizer, observer: Observer, n_ctx: int
+) -> tuple[Delta | None, str]:
+    """Choose a job's next token from the logits of the batch's token `index`. Return the text that is certain
+    now, and why the answer ends here, "" if it does not.
+
+    Raises:
+        DeadEndError: the job's constraint allows no token.
+    """
+    answer, request = job.answer, job.request
+    token = next_token(job, context, index, detokenizer)
+    now = time.perf_counter()
+    observer.token(job, now)
+    job.chose(now)
+    if token in answer.stop_tokens or (detokenizer.is_end(token) and not request.ignore_end):
+        if request.n_logprobs is not None and request.prompt_logprobs is not None:
+            row = logits_row(context, index, detokenizer.n_vocab)
+            answer.end_by(logprob_of(row, token, request.n_logprobs))
+        return None, "stop"
+    delta = _add(job, token, context, index, detokenizer)
+    if answer.text.stopped:
+        return delta, "stop"
+    is_full = len(job.tokens) >= n_ctx and not request.slides
+    return delta, "length" if job.n_answer >= request.max_tokens or is_full else ""
+
+
+def next_token(job: Job, context: Any, index: int, detokenizer: Detokenizer) -> int:
+    """Choose from the logits of the batch's token `index`. A constraint applies after a thought only.
+
+    Raises:
+        DeadEndError: the job's constraint allows no token.
+    """
+    answer = job.answer
+    assert answer.sampler is not None
+    thought = answer.thought
+    token = thought.forced() if thought is not None and not answer.text.within_character else None
+    if token is not None:
+        answer.sampler.accept(token)
+    else:
+        token = _chosen(job, answer.sampler, context, index, detokenizer)
+    follow(answer, piece(answer, token, detokenizer))
+    return token
+
+
+def follow(answer: AnswerState, text: bytes) -> None:
+    """Update the answer's thought and call trigger with the next text. A call within a thought does not
+    count.
+    """
+    thought, trigger = answer.thought, answer.trigger
+    thinks = thought is not None and thought.open
+    if thought is not None:
+        thought.take(text)
+    if trigger is not None and not thinks and (matcher := trigger.take(text)) is not None:
+        assert answer.sampler is not None
+        answer.sampler.hold_to(matcher)
+
+
+def _chosen(job: Job, sampler: Sampler, context: Any, index: int, detokenizer: Detokenizer) -> int:
+    answer, never = job.answer, None
+    if job.n_answer < job.request.min_tokens:
+        never = np.array([*detokenizer.ends, *answer.stop_tokens], np.int32)
+    thought = answer.thought
+    if thought is None:
+        return sampler.sample(context, index, never=never)
+    token = sampler.sample(context, index, free=thought.open, also=thought.may_begin, never=never)
+    if sampler.constrained and _breaks_off(answer, thought, token, detokenizer):
+        return thought.close()
+    return token
+
+
+def _breaks_off(answer: AnswerState, thought: Thought, token: int, detokenizer: Detokenizer) -> bool:
+    """Return whether the constrained part would be missing, or begin within this token."""
+    if not thought.open:
+        return False
+    return detokenizer.is_end(token) or thought.ends_within(piece(answer, token, detokenizer))
+
+
+def _add(job: Job, token: int, context: Any, index: int, detokenizer: Detokenizer) -> Delta | None:
+    """Add a token to the answer and return the text that is certain now."""
+    answer, n_top, logprob = job.answer, job.request.n_logprobs, None
+    if n_top is not None:
+        logprob = logprob_of(logits_row(context, index, detokenizer.n_vocab), token, n_top)
+    job.tokens.append(token)
+    if answer.drafter is not None:
+        answer.drafter.take(token)
+    return answer.add(piece(answer, token, detokenizer), logprob)
+
+
+def piece(answer: AnswerState, token: int, detokenizer: Detokenizer) -> bytes:
+    """Return a token's text in this answer."""
+    return detokenizer.name(token) if token in answer.shown else detokenizer[token]
+
+
+class Loader:
+    """Loads fetched rows, on the engine's thread. Tokens whose rows cannot be loaded are evaluated."""
+
+    def __init__(self, llm: Llama, scheduler: Scheduler[Job], observer: Observer) -> None:
+        self._llm, self._scheduler, self._observer = llm, scheduler, observer
+
+    def restore(self) -> None:
+        """Load one fetched block, so that a long chain is spread over several steps. Where rows are refused
+        or wrong, the job evaluates its whole prompt.
+        """
+        job = next((job for job in self._scheduler.running if job.is_loading), None)
+        if job is None:
+            return
+        seq, fetched = job.seq, job.fetched
+        assert seq is not None
+        assert isinstance(fetched, Fetched)
+        doubted = fetched.doubt is not None
+        try:
+            block = fetched.advance(self._llm.kv, seq.id)
+            if block is None:
+                seq.tokens, seq.checkpoints = array("i"), []
+            else:
+                seq.tokens.extend(block.tokens.tolist())
+                seq.checkpoints.extend(block.checkpoints)
+            if doubted and fetched.doubt is None:
+                self._observer.rechecked("")
+        except Exception as error:
+            log.warning("stored rows could not be loaded: %s", error)
+            if doubted and fetched.doubt is None:
+                self._observer.rechecked(str(error))
+            self._observer.restore_failed("wrong" if isinstance(error, WrongRowsError) else "load")
+            self._scheduler.refetch(job)
+        if not job.evaluated:  # not after a pause or a preemption
+            job.set_cached(job.n_rows)
+        if not job.is_loading:
+            self._observer.restored(job)
+
+    def stitch(self, step: StepPlan[Job]) -> None:
+        """Put passages together, up to the number of tokens that the step allows."""
+        for job, n in ((run.job, run.n) for run in step.stitches):
+            passages, seq = job.passages, job.seq
+            assert isinstance(passages, PassageRows)
+            assert seq is not None
+            try:
+                if not passages.advance(self._llm, job.prompt, job.n_rows, seq.id, n):
+                    job.stitched(passages.n_kept)
+            except Exception as error:
+                log.warning("passages could not be put together: %s", error)
+                self._observer.restore_failed("passages")
+                job.set_passages(None, "")
+                self._scheduler.pool.clear(seq)
+                job.set_cached(0)

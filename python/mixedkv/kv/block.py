@@ -12,26 +12,24 @@ import numpy.typing as npt
 
 from mixedkv.kv.checkpoint import Checkpoint, named_checkpoints, read_checkpoints
 from mixedkv.kv.rows import (
+    COMPUTED,
+    DOUBTED,
+    FOREIGN,
     LayerRows,
     RowGroup,
+    Truth,
+    all_of,
     cold_group,
     describe_group,
+    describe_truth,
+    extend_past,
     read_group,
+    read_truth,
     row_bytes,
     slice_group,
     take,
     take_list,
     take_whole,
-)
-from mixedkv.kv.truth import (
-    COMPUTED,
-    DOUBTED,
-    FOREIGN,
-    Truth,
-    all_of,
-    describe_truth,
-    extend_past,
-    read_truth,
 )
 from mixedkv.limits import INT32_MAX
 
@@ -48,7 +46,7 @@ class KVBlock:
             should tell it apart.
         groups: the rows; none where no layer keeps any.
         checkpoints: of the sequence, at tokens within the block or at its end.
-        truth: what each token's rows are, uint8 [p1 - p0], see `mixedkv.kv.truth`; None if that is not known:
+        truth: what each token's rows are, uint8 [p1 - p0], see `mixedkv.kv.rows`; None if that is not known:
             they are doubted. Only rows that were computed from the start are stored.
         past: a hash of the tokens before them; behind others they are approximate.
     """

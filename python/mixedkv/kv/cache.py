@@ -11,13 +11,13 @@ from mixedkv.card import card
 from mixedkv.config import MixedKVConfig
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.errors import ClosedError, ContextBusyError, UnsupportedModelError
-from mixedkv.kv import block_rows, sequence_state
+from mixedkv.kv import sequence_state
 from mixedkv.kv.block import KVBlock
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.evaluating import Evaluating
 from mixedkv.kv.layer_view import LayerView, layer_stats
+from mixedkv.kv.rows import APPROXIMATE, COMPUTED, runs
 from mixedkv.kv.stats import KVStats, LayerStats, SequenceStats
-from mixedkv.kv.truth import APPROXIMATE, COMPUTED, runs
 from mixedkv.limits import INT32_MAX
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.context_lock import exclusive, present
@@ -87,7 +87,7 @@ class KVCache(Evaluating):
         """
         last = self.positions(seq)[1] + 1
         end = last if p1 < 0 else p1
-        groups = block_rows.out(self._llama, seq, p0, end, last)
+        groups = sequence_state.out(self._llama, seq, p0, end, last)
         if tokens is None:
             tokens = self._known_tokens(seq, p0, end)
         ids = np.array(tokens, np.int32)
@@ -125,8 +125,8 @@ class KVCache(Evaluating):
         follows = seq == 0 and block.p0 + shift == self._llama.n_tokens
         drop_from = self._llama.n_tokens if follows else -1
         try:
-            block_rows.into(self._llama, block, seq, shift, drop_from, more)
-        except block_rows.StateRefusedError as error:
+            sequence_state.into(self._llama, block, seq, shift, drop_from, more)
+        except sequence_state.StateRefusedError as error:
             self.remove(seq)
             raise ValueError(str(error)) from error
         if follows:
@@ -156,7 +156,7 @@ class KVCache(Evaluating):
         self.remove(seq, block.p0, block.p1)
         if seq == 0:
             self._llama.n_tokens = n  # the tokens are still the same
-        block_rows.into(self._llama, block, seq, 0, -1, more=False)
+        sequence_state.into(self._llama, block, seq, 0, -1, more=False)
         self._say(block, seq, block.p0, APPROXIMATE)
 
     # --- what a sequence holds besides rows of all its tokens ---

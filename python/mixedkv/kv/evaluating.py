@@ -17,7 +17,7 @@ from mixedkv.config import KVSetting, MixedKVConfig
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.errors import CLOSED, ClosedError, MissingRowsError
 from mixedkv.kv import sequence_state
-from mixedkv.kv.truth import DOUBTED, Truth
+from mixedkv.kv.rows import DOUBTED, Truth
 from mixedkv.kv.window_settings import WindowSettings
 from mixedkv.limits import INT32_MAX
 from mixedkv.native import llama_cpp as _llama_cpp
@@ -211,7 +211,7 @@ class Evaluating(WindowSettings):
 
     @exclusive
     def truth(self, seq: int, tokens: npt.ArrayLike, p0: int = 0) -> Truth:
-        """Return what the rows of a sequence from position `p0` on are, uint8 [n], see `mixedkv.kv.truth`.
+        """Return what the rows of a sequence from position `p0` on are, uint8 [n], see `mixedkv.kv.rows`.
 
         Args:
             tokens: their ids, [n]; rows of others, and those that are not there, are doubted.
@@ -256,8 +256,8 @@ class Evaluating(WindowSettings):
 
     @exclusive
     def short_from(self) -> list[int]:
-        """Return for every sequence the first position that was evaluated without F16 rows which had made
-        room for those of other sequences; -1 where there is none. Its rows are not exact from there on.
+        """Return for every sequence the first position that was evaluated without an F16 row of its window;
+        -1 where there is none. Its rows are not exact from there on.
         """
         if not isinstance(self._setting, MixedKVConfig):
             return [-1] * self._llama.context_params.n_seq_max

@@ -1,4 +1,4 @@
-"""Rows of layers as a cache stores them, and their description as it comes from outside."""
+"""Rows of layers as a cache stores them, what each is worth, and their description from outside."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.config.row_types import UNIFORM_TYPES, type_block
+from mixedkv import _core
+from mixedkv.config.row_types import UNIFORM_TYPES, ggml_type, type_block, type_name
 from mixedkv.limits import INT32_MAX
 
 _SIZE_MAX = 2**20  # heads, head sizes and layers above this are not a model's
@@ -227,3 +228,77 @@ def take_list(description: Any, field: str, at_least: int) -> list[Any]:
     if not isinstance(value, list) or not at_least <= len(value) <= _SIZE_MAX:
         raise ValueError(f"{field}: a list of at least {at_least} is missing")
     return value
+
+
+NAMES = ("computed", "approximate", "incomplete", "foreign", "doubted")
+COMPUTED, APPROXIMATE, INCOMPLETE, FOREIGN, DOUBTED = range(5)
+
+Truth = npt.NDArray[np.uint8]
+
+
+def extend_past(past: int, tokens: npt.NDArray[np.int32]) -> int:
+    """Return the hash of what rows behind `tokens` are computed from.
+
+    As `mixedkv_extend_past` does: blocks are cut where no library is loaded.
+    """
+    for token in tokens.tolist():
+        past = (past ^ (max(token, -1) + 2)) * 0x9E3779B97F4A7C15 % 2**64
+        past ^= past >> 29
+    return past
+
+
+def all_of(n: int, truth: int) -> Truth:
+    return np.full(n, truth, np.uint8)
+
+
+def runs(truth: Truth) -> list[tuple[int, int, int]]:
+    """Return what rows are in runs (truth, begin, end), ascending."""
+    ends = [*(np.flatnonzero(np.diff(truth)) + 1).tolist(), len(truth)]
+    return [(int(truth[begin]), begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def describe_truth(truth: Truth) -> list[list[Any]]:
+    """Describe what rows are, as JSON can hold it: `[["computed", 120], ["approximate", 80]]`."""
+    return [[NAMES[kind], end - begin] for kind, begin, end in runs(truth)]
+
+
+def read_truth(value: object, n: int) -> Truth:
+    """Return what `describe_truth` was called on, of `n` rows.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    parts: list[Any] = value if isinstance(value, list) else [None]
+    for part in parts:
+        if not (isinstance(part, list) and len(part) == 2 and part[0] in NAMES and type(part[1]) is int):
+            raise ValueError(f"truth: {str(part)[:64]} is not one of {', '.join(NAMES)} and a number of rows")
+    kinds, counts = [NAMES.index(part[0]) for part in parts], [part[1] for part in parts]
+    if min(counts, default=0) < 1 or sum(counts) != n:
+        raise ValueError(f"truth: it is not of {n} rows")
+    return np.repeat(np.array(kinds, np.uint8), counts)
+
+
+def from_native(group: _core.RowGroup) -> RowGroup:
+    """Return a group as `_core` exports it."""
+    layers = []
+    for layer in group["layers"]:
+        names = {"type_k": type_name(layer["type_k"]), "type_v": type_name(layer["type_v"])}
+        values: dict[str, Any] = {**layer, **names}
+        layers.append(LayerRows(**values))
+    arrays: dict[str, Any] = {**group, "layers": tuple(layers)}
+    return RowGroup(**arrays)
+
+
+def to_native(group: RowGroup) -> dict[str, Any]:
+    """Return a group as `_core` imports it."""
+    layers = []
+    for layer in group.layers:
+        values = {field.name: getattr(layer, field.name) for field in fields(layer)}
+        values |= {"type_k": ggml_type(layer.type_k), "type_v": ggml_type(layer.type_v)}
+        layers.append({name: _packed(value) for name, value in values.items()})
+    arrays = {name: _packed(array) for name, array in group.arrays().items()}
+    return {**arrays, "layers": layers}
+
+
+def _packed(value: Any) -> Any:
+    return np.ascontiguousarray(value) if isinstance(value, np.ndarray) else value

@@ -58,8 +58,8 @@ class SequenceStats:
     """One sequence, as the query at its last position sees it; positions are -1 when it is empty.
 
     `hot_begin` is the first position of the recent window. `n_hot` rows are read in F16, sinks included,
-    `n_cold` in the cold type. `short_from` is the first position that was evaluated without F16 rows which
-    had made room for other sequences, -1 if there is none.
+    `n_cold` in the cold type. `short_from` is the first position that was evaluated without an F16 row of
+    its window, -1 if there is none.
     """
 
     seq_id: int

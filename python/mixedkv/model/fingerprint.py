@@ -106,3 +106,16 @@ def _samples(path: Path, file: BinaryIO) -> Iterator[tuple[int, int]]:
         size = min(_SAMPLE, end - begin)
         yield begin + int((end - begin - size) * (i * _GOLDEN % 1)), size
         begin = end
+
+
+def sha256_of(path: Path) -> str:
+    """Return a file's SHA-256 in hexadecimal, reading a piece at a time.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE):
+            digest.update(piece)
+    return digest.hexdigest()

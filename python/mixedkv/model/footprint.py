@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from mixedkv import _core
+from mixedkv.config import KVSetting
 from mixedkv.config.row_types import type_bits
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import CELLS, padded
@@ -24,18 +25,6 @@ _MOST_TOKENS = 2**30  # llama.cpp counts cells in 32 bits
 # Where the file does not say which layers are recurrent: all but the last of every so many, from llama.cpp's
 # src/models/*.cpp.
 _HYBRID_PERIOD = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
-
-
-class CacheSetting(Protocol):
-    """The part of a setting that the formula needs, of a `MixedKVConfig` or a `UniformKV`."""
-
-    @property
-    def attention(self) -> str: ...
-    @property
-    def window(self) -> _core.HotWindow: ...
-    def native(self) -> _core.CacheConfig | None: ...
-    def types_of(self, il: int) -> tuple[str, str]: ...
-    def check_layers(self, n_layer: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +143,7 @@ def model_shape(model: ModelFile) -> ModelShape:
 
 
 def footprint(
-    shape: ModelShape, kv: CacheSetting, n_ctx: int, n_seq: int = 1, sliding: Sliding = WINDOWED
+    shape: ModelShape, kv: KVSetting, n_ctx: int, n_seq: int = 1, sliding: Sliding = WINDOWED
 ) -> Footprint:
     """Return the bytes that a cache of `n_ctx` tokens would take, which `n_seq` sequences share.
 
@@ -172,7 +161,7 @@ def footprint(
     )
 
 
-def _part(layers: Sequence[LayerShape], kv: CacheSetting, n_cells: int, n_seq: int) -> Footprint:
+def _part(layers: Sequence[LayerShape], kv: KVSetting, n_cells: int, n_seq: int) -> Footprint:
     """Return what layers with the same cells take."""
     n_embd = sum(layer.n_embd_k + layer.n_embd_v for layer in layers)
     n_rows = _ring_rows(layers, kv, n_cells, n_seq)
@@ -184,7 +173,7 @@ def _part(layers: Sequence[LayerShape], kv: CacheSetting, n_cells: int, n_seq: i
 
 
 def longest_context(
-    shape: ModelShape, kv: CacheSetting, n_bytes: int, n_seq: int = 1, sliding: Sliding = WINDOWED
+    shape: ModelShape, kv: KVSetting, n_bytes: int, n_seq: int = 1, sliding: Sliding = WINDOWED
 ) -> int:
     """Return the tokens of the largest context whose cache takes at most `n_bytes`, up to what the model was
     trained with; 0 if none does.
@@ -207,13 +196,13 @@ def longest(most: int, fits: Callable[[int], bool]) -> int:
     return low * CELLS
 
 
-def cold_bytes(layer: LayerShape, kv: CacheSetting) -> int:
+def cold_bytes(layer: LayerShape, kv: KVSetting) -> int:
     """Return the number of bytes of a token's rows in the cold types, or in those of a uniform cache."""
     type_k, type_v = kv.types_of(layer.il)
     return int(layer.n_embd_k * type_bits(type_k) + layer.n_embd_v * type_bits(type_v)) // 8
 
 
-def _ring_rows(layers: Sequence[LayerShape], kv: CacheSetting, n_cells: int, n_seq: int) -> int:
+def _ring_rows(layers: Sequence[LayerShape], kv: KVSetting, n_cells: int, n_seq: int) -> int:
     """Return how many F16 rows layers of `n_cells` cells allocate."""
     native = kv.native()
     if native is None or kv.window.rows() == 0:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mixedkv.model.file_hash import sha256_of
+from mixedkv.model.fingerprint import sha256_of
 
 PREFIX = "hf:"
 _NAME = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<file>[\w./-]+))?", re.ASCII)

@@ -1,14 +1,16 @@
-"""Settles a budget of bytes: spends it on the types of rows first, then on the window."""
+"""Settles a budget: spends it on the types of rows first, then on the window."""
 
 from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import groupby
+from typing import Any
 
 from mixedkv.config import KVSetting, MixedKVConfig
-from mixedkv.config.layers import shorten
 from mixedkv.limits import padded
 from mixedkv.model.footprint import WINDOWED, ModelShape, Sliding, footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
@@ -28,7 +30,7 @@ def settle(
     on_cpu: bool = True,
     sliding: Sliding = WINDOWED,
 ) -> KVSetting:
-    """The setting that a budget comes to for a model and a context, see `MixedKVConfig.for_budget`; a setting
+    """The setting that a budget comes to for a model and a context, see `for_budget`; a setting
     without one stays as it is. `n_stream` equal parts of the context have sequences
     of their own; `on_cpu`: the cache lies in CPU memory. Elsewhere attention merges, which takes an F16 view
     of a layer.
@@ -140,14 +142,46 @@ def _halved(kv: MixedKVConfig) -> MixedKVConfig:
     return replace(kv, quantization_threshold=threshold, group_size=group_size)
 
 
-def settle_for(
-    kv: KVSetting, model: str | os.PathLike[str] | ModelShape, n_ctx: int, n_seq: int, shares: Shares | None
+def for_budget(
+    model: str | os.PathLike[str] | ModelShape,
+    n_ctx: int,
+    n_bytes: int | str,
+    *,
+    n_seq: int = 1,
+    shares: Shares | None = None,
+    **given: Any,
 ) -> KVSetting:
-    """Return what `settle` does for a GGUF file, or for a shape that was read before.
+    """Return the setting whose cache takes at most `n_bytes` (or "2GiB") and changes predictions least.
+
+    Bits go to K and V of the layers where they help most, see `layer_plan`. Bytes left over when all rows
+    have eight bits widen the recent window; if F16 fits, it is llama.cpp's F16 cache. If four bits with the
+    given window are too many, the window is halved until they fit.
+
+    Args:
+        model: a GGUF file, or its shape.
+        n_ctx: tokens that the cache is made for, which `n_seq` sequences share.
+        shares: what `mixedkv bench sensitivity` measured: see `measured_shares.read_shares`.
+        given: other fields of `MixedKVConfig`; `quantization_threshold` is the window to begin with.
 
     Raises:
-        ValueError: nothing fits the budget.
+        ValueError: nothing fits; the message says what the smallest cache takes.
         OSError, InvalidModelFileError, UnsupportedModelError: see `model_shape`.
     """
     shape = model if isinstance(model, ModelShape) else model_shape(read_model_file(model))
-    return settle(kv, shape, n_ctx, n_seq, shares)
+    return settle(MixedKVConfig(**given, budget=n_bytes), shape, n_ctx, n_seq, shares)
+
+
+def join_layers(types: Iterable[tuple[int, str, str]]) -> str:
+    """Return the short form of (layer, type of K, type of V), in order; equal neighbours are one range."""
+    in_range = groupby(enumerate(types), lambda each: (each[1][0] - each[0], each[1][1:]))
+    ranges = [(pair, [il for _, (il, *_) in each]) for (_, pair), each in in_range]
+    return ",".join(
+        f"{il[0]}{'' if len(il) == 1 else f'-{il[-1]}'}:{k if k == v else f'{k}/{v}'}"
+        for (k, v), il in ranges
+    )
+
+
+def shorten(types: Sequence[tuple[int, str, str]]) -> tuple[str, str, str]:
+    """Return the commonest types of K and V, and the short form of the layers that have others."""
+    (type_k, type_v), _ = Counter(each[1:] for each in types).most_common(1)[0]
+    return type_k, type_v, join_layers(each for each in types if each[1:] != (type_k, type_v))

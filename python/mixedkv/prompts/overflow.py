@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Literal
 
+import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
@@ -117,3 +118,23 @@ class LongPrompt:
         """Return where messages begin and end in what is left."""
         end = self.head + n
         return [at if at < end else at - n for at in self.boundaries if not self.head <= at < end]
+
+
+def message_starts(vocab: Any, tokens: Tokens) -> Places:
+    """Return the positions of the first control token behind each one that ends a message; none in plain
+    text.
+
+    Args:
+        vocab: llama.cpp's.
+        tokens: int32 [n]; those below zero are of images.
+    """
+    kinds = np.unique(tokens).tolist()
+    control = [t for t in kinds if t >= 0 and _attributes(vocab, t) & llama_cpp.LLAMA_TOKEN_ATTR_CONTROL]
+    ends = [token for token in control if llama_cpp.llama_vocab_is_eog(vocab, token)]
+    at = np.flatnonzero(np.isin(tokens, control))
+    starts: Places = at[1:][np.isin(tokens[at[:-1]], ends)]
+    return starts
+
+
+def _attributes(vocab: Any, token: int) -> int:
+    return int(llama_cpp.llama_vocab_get_attr(vocab, token))

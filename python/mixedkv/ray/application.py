@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+import sys
+from collections.abc import AsyncIterator, Mapping, MutableMapping
+from contextlib import AsyncExitStack, ExitStack, suppress
 from typing import Any
 
 from ray import serve
@@ -13,9 +15,14 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from mixedkv.ray.prefix import prefix_of
-from mixedkv.ray.replica import EngineReplica
-from mixedkv.server.settings import ENV_PREFIX, ServerSettings, load_settings
+from mixedkv.doors.keys import Keys
+from mixedkv.errors import ClosedError
+from mixedkv.ray.prefix import Prefix, prefix_of
+from mixedkv.server.app import make_app
+from mixedkv.server.http.middleware import RequestIds
+from mixedkv.server.serve import open_server
+from mixedkv.server.settings import ENV_PREFIX, ServerSettings
+from mixedkv.server.state import ServerState
 from mixedkv.store import KVStore
 
 _ROUTERS = {"prefix": "PrefixRouter", "random": "RandomRouter"}
@@ -71,7 +78,7 @@ def build(options: Mapping[str, Any]) -> serve.Application:
     """
     own = {name: options[name] for name in _OWN if name in options}
     environ = {ENV_PREFIX + name.upper(): str(value) for name, value in options.items() if name not in own}
-    known = load_settings({}, environ=environ)
+    known = ServerSettings.load({}, environ=environ)
     unknown = sorted(name for name in options if name not in _OWN and name not in ServerSettings.model_fields)
     if unknown:
         raise ValueError(f"{unknown[0]}: no option of mixedkv serve, nor one of {', '.join(_OWN)}")
@@ -139,3 +146,73 @@ def from_environ() -> dict[str, str]:
     """
     names = {name: ENV_PREFIX + name.upper() for name in (*ServerSettings.model_fields, *_OWN)}
     return {name: os.environ[variable] for name, variable in names.items() if variable in os.environ}
+
+
+Message = dict[str, Any]
+
+
+class EngineReplica:
+    """Loads its model when it is made. When it goes, what it holds is stored, and sent to the remote.
+
+    Args:
+        environ: settings, as variables of the environment.
+    """
+
+    def __init__(self, environ: dict[str, str]) -> None:
+        settings = ServerSettings.load({}, environ=environ)
+        sys.setswitchinterval(0.0005)
+        self._stack, self._seconds = ExitStack(), settings.drain_timeout
+        self._begun: AsyncExitStack | None = None
+        self._server: ServerState | None = None
+        keys = Keys.load(settings.api_key_file) if settings.api_key_file else Keys()
+        self._server = open_server(settings, keys, self._stack)
+        self._app = make_app(self._server)
+        self._asgi = RequestIds(self._app, settings.access_log)
+
+    async def handle(self, scope: Message, body: bytes, prefix: Prefix) -> AsyncIterator[Message]:
+        """Yield the ASGI messages of an answer.
+
+        Args:
+            scope: of the request.
+            prefix: for the router.
+        """
+        if self._begun is None:
+            self._begun = AsyncExitStack()
+            await self._begun.enter_async_context(self._app.router.lifespan_context(self._app))
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        gone, received = asyncio.Event(), iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            await messages.put(dict(message))
+
+        async def receive() -> Message:
+            if (message := next(received, None)) is not None:
+                return message
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        task = asyncio.create_task(self._asgi(scope, receive, send))
+        task.add_done_callback(lambda _: messages.put_nowait(None))
+        try:
+            while (message := await messages.get()) is not None:
+                yield message
+            task.result()
+        finally:
+            gone.set()
+
+    def check_health(self) -> None:
+        """Check that the engine lives, as Ray Serve asks.
+
+        Raises:
+            ClosedError: the engine has ended; Ray Serve replaces the replica.
+        """
+        if self._server is None or not all(engine.alive for engine in self._server.engines):
+            raise ClosedError("the engine has ended")
+
+    async def __del__(self) -> None:
+        """Shut down. Ray Serve calls it once, when no request is under way any more."""
+        if self._server is not None:
+            await self._server.drain(self._seconds)
+        if self._begun is not None:
+            await self._begun.aclose()
+        await asyncio.to_thread(self._stack.close)

@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection
 from itertools import count
+from typing import NamedTuple
 
 from mixedkv.ray.prefix import BLOCK, Prefix
 
@@ -17,6 +18,15 @@ _MAX_BLOCKS = 200_000  # that are remembered: 50 MB of text
 _MAX_SESSIONS = 100_000
 _LONGEST = 3600.0  # seconds after which a request is over, whatever was heard of it
 _ROUTING = 10.0  # seconds after which one that was placed has been given up, unless it was sent
+
+
+class _Sent(NamedTuple):
+    """A request that went to a replica: the characters to evaluate for it, and when it counts as over."""
+
+    replica: str
+    work: int
+    over: float
+    prefix: Prefix
 
 
 class Placing:
@@ -32,7 +42,7 @@ class Placing:
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._numbers = count(1)
         self._last: dict[str, int] = {}  # number of what a replica was sent last
-        self._work: dict[str, tuple[str, int, float, Prefix]] = {}
+        self._work: dict[str, _Sent] = {}  # by request
 
     def place(self, request: str, prefix: Prefix, replicas: Collection[str]) -> list[str]:
         """Order replicas, the best first. The request counts for that one at once: others are placed before
@@ -48,10 +58,10 @@ class Placing:
         first.
         """
         waiting, answered, now = dict.fromkeys(replicas, 0), set(prefix.ends[:-1]), self._clock()
-        self._work = {name: one for name, one in self._work.items() if one[2] > now}
-        for name, (replica, work, _, other) in self._work.items():
-            if replica in waiting and name != request and not answered.intersection(other.ends[-1:]):
-                waiting[replica] += work
+        self._work = {name: one for name, one in self._work.items() if one.over > now}
+        for name, one in self._work.items():
+            if one.replica in waiting and name != request and not answered.intersection(one.prefix.ends[-1:]):
+                waiting[one.replica] += one.work
         home = self._sessions.get(prefix.session, "")
 
         def cost(replica: str) -> tuple[float, int]:
@@ -71,11 +81,13 @@ class Placing:
         """Note that a request went to a replica. It counts as over after that many seconds, even if nothing
         is heard of it.
         """
-        was, work, *_ = self._work.get(request, ("", 0))
-        if was != replica:
+        was = self._work.get(request)
+        if was is not None and was.replica == replica:
+            work = was.work
+        else:
             self._last[replica] = next(self._numbers)
             work = prefix.length - self.held(prefix, replica) + BLOCK
-        self._work[request] = replica, work, self._clock() + seconds, prefix
+        self._work[request] = _Sent(replica, work, self._clock() + seconds, prefix)
         for block in prefix.blocks:
             self._holders.setdefault(block, set()).add(replica)
             self._holders.move_to_end(block)

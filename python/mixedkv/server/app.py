@@ -32,16 +32,13 @@ from mixedkv.server.api import (
     ollama,
     ollama_models,
     pages,
-    rerank,
     responses,
-    tokenizing,
 )
 from mixedkv.server.api.fields import place
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.body_limit import BodyLimit
-from mixedkv.server.http.body_parser import BodyParser
-from mixedkv.server.http.origin import OwnPagesOnly
-from mixedkv.server.http.paths import ShortPaths
+from mixedkv.server.http.json_body import BodyParser
+from mixedkv.server.http.middleware import OwnPagesOnly, ShortPaths
 from mixedkv.server.pending import Disconnected
 from mixedkv.server.settings import ServerSettings
 from mixedkv.server.snapshot import metrics_text
@@ -64,9 +61,8 @@ _GENERATE = (  # modules of endpoints that need a model which generates text
     messages,
     ollama,
     responses,
-    tokenizing,
 )
-_OTHERS = (cached_messages, embeddings, info, ollama_models, pages, rerank)
+_OTHERS = (cached_messages, embeddings, info, ollama_models, pages)
 
 
 def make_app(server: ServerState) -> FastAPI:

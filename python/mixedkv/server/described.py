@@ -12,7 +12,7 @@ from mixedkv.config import parse_kv
 from mixedkv.engine.chat.chat_template import ChatRenderer
 from mixedkv.engine.chat.tokenizer import find_format
 from mixedkv.engine.embed.embedding_context import only_embeds, ranks
-from mixedkv.engine.sample.sampling_defaults import sampling_defaults
+from mixedkv.engine.sample.sampling import sampling_defaults
 from mixedkv.model.fingerprint import model_header
 from mixedkv.model.gguf_file import ModelFile, weight_type
 from mixedkv.server.api_error import ApiError

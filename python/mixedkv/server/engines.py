@@ -1,4 +1,4 @@
-"""Opens the engines of a server: the model's, and one for each adapter on it."""
+"""Loads the model of a server as its settings say, and opens its engine and one for each adapter on it."""
 
 from __future__ import annotations
 
@@ -8,35 +8,41 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
 import llama_cpp
 
 from mixedkv.chunks.passages import parse_chunks
+from mixedkv.config import MixedKVConfig
 from mixedkv.engine.chat import tokenizer
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.embed.embedder import Embedder
-from mixedkv.engine.embed.embedding_context import EmbeddingContext, only_embeds
+from mixedkv.engine.embed.embedding_context import EmbeddingContext, embedding_bytes, only_embeds
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.inbox import Turns
-from mixedkv.engine.sample.sampling_defaults import sampling_defaults
+from mixedkv.engine.sample.sampling import sampling_defaults
 from mixedkv.engine.schedule.request import SpeculationMode
 from mixedkv.errors import ClosedError, ModelChangedError
+from mixedkv.images.projector import Projector
 from mixedkv.kv.stats import format_saving
+from mixedkv.limits import CELLS
 from mixedkv.llama import Llama
 from mixedkv.model.fingerprint import model_parts
-from mixedkv.model.gguf_file import ModelFile, weight_type
+from mixedkv.model.gguf_file import ModelFile, default_n_ctx, weight_type
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.server.described import capabilities, read_chat_template
-from mixedkv.server.model_loading import load_draft_model, load_model, open_projector
 from mixedkv.server.model_watch import ModelWatch
 from mixedkv.server.models import ServedModel
 from mixedkv.server.session_kv import ModelKV
 from mixedkv.server.settings import ServerSettings
-from mixedkv.server.state import ModelInMemory, ServerState
+from mixedkv.server.state import ServerState
 from mixedkv.sizes import format_bytes
 from mixedkv.start.checkpoints import CheckpointLimits
 from mixedkv.store import KVStore
+from mixedkv.streaming.layer_choice import parse_layers
+from mixedkv.streaming.streaming import memory_beside
+from mixedkv.terminal import LoadingBar
 
 log = logging.getLogger("mixedkv.server")
 
@@ -49,8 +55,7 @@ def open_engines(
     """
     turns = Turns()
     for state, model in zip(states, models, strict=True):
-        parent = states[0].in_memory if model.parent else None
-        state.in_memory = _open(state, model, file, parent, turns, stack)
+        _open(state, model, file, states[0] if model.parent else None, turns, stack)
         _tell(state, file)
 
 
@@ -58,10 +63,10 @@ def _open(
     state: ServerState,
     model: ServedModel,
     file: ModelFile,
-    parent: ModelInMemory | None,
+    parent: ServerState | None,
     turns: Turns,
     stack: ExitStack,
-) -> ModelInMemory:
+) -> None:
     settings = state.settings
     drafts = settings.draft_model and parent is None
     files = [model.path, Path(settings.draft_model)] if drafts else [model.path]
@@ -97,9 +102,9 @@ def _open(
     )
     watch.begin(partial(_stop_reading, engine))
     state.session_kv.add(ModelKV(state.store, engine, connector))
-    embedder = _open_embedder(state, engine, file) if parent is None else None
-    projector = parent.projector if parent is not None else open_projector(settings, model, llm)
-    return ModelInMemory(engine=engine, embedder=embedder, projector=projector)
+    state.engine = engine
+    state.embedder = _open_embedder(state, engine, file) if parent is None else None
+    state.projector = parent.projector if parent is not None else open_projector(settings, model, llm)
 
 
 def _checkpoint_bytes(settings: ServerSettings, llm: Llama) -> int:
@@ -178,3 +183,90 @@ def _connector(settings: ServerSettings, store: KVStore | None) -> StoreConnecto
     if settings.reuse != "chunks":
         return StoreConnector(store, closes=False)
     return ChunkConnector(store, closes=False, **parse_chunks(settings.chunks))
+
+
+def load_model(
+    settings: ServerSettings,
+    model: ServedModel,
+    file: ModelFile,
+    generates: bool,
+    weights: Llama | None,
+    mtp: bool = False,
+) -> Llama:
+    """Load a model or an adapter."""
+    n_ctx: int | Literal["fit"] = model.n_ctx or "fit"
+    if not model.n_ctx and weights is not None:
+        n_ctx = int(weights.n_ctx())
+    elif not model.n_ctx and (settings.stream_layers or settings.memory):
+        n_ctx = default_n_ctx(file)
+    if model.adapter and not Path(model.adapter).is_file():
+        raise FileNotFoundError(f"lora={model.name}={model.adapter}: there is no such file")
+    if model.adapter and settings.memory:
+        raise ValueError(
+            "lora: a model with an adapter streams layers of its own, so memory is not the budget of both: "
+            "leave memory out, or say with stream_layers how many layers are read"
+        )
+    if settings.stream_layers:  # each `Llama` has a ring of its own
+        weights = None
+    memory: int | str | None = settings.memory or None
+    if (settings.stream_layers or memory) and (settings.embeddings or not generates):
+        needed = embedding_bytes(file, n_ctx=settings.embedding_n_ctx, n_batch=settings.n_batch or 512)
+        memory = memory_beside(memory, needed)
+    return _load(
+        settings,
+        model.path,
+        # a model that only embeds does not use this context
+        kv=(None if settings.kv == "mixed" else settings.kv) if generates else "f16",
+        n_ctx=n_ctx if generates else CELLS,
+        n_seq_max=settings.n_seq,
+        n_windows=settings.parallel,
+        swa_full=settings.swa_full or settings.reuse == "chunks" or settings.overflow == "slide",
+        n_rs_seq=settings.n_rs_seq,
+        load_mtp=mtp,
+        stream_layers=parse_layers(settings.stream_layers) if settings.stream_layers else None,
+        memory=memory,
+        lora_path=model.adapter or None,
+        lora_scale=model.scale,
+        weights=weights,
+    )
+
+
+def load_draft_model(settings: ServerSettings, llm: Llama) -> Llama:
+    kv = "mixed" if isinstance(llm.kv.config, MixedKVConfig) else "f16"
+    return _load(
+        settings, Path(settings.draft_model), kv=kv, n_ctx=int(llm.n_ctx()), n_seq_max=settings.parallel
+    )
+
+
+def _load(settings: ServerSettings, path: Path, **options: Any) -> Llama:
+    if settings.n_batch:
+        options.update(n_batch=settings.n_batch, n_ubatch=settings.n_batch)
+    if settings.n_ubatch:
+        options["n_ubatch"] = settings.n_ubatch
+    if settings.n_gpu_layers is not None:
+        options["n_gpu_layers"] = settings.n_gpu_layers
+    with LoadingBar() as bar:
+        llm = Llama(
+            path,
+            **options,
+            kv_unified=True,
+            n_threads=settings.threads or None,
+            n_threads_batch=settings.threads or None,
+            verbose=settings.verbose,
+            progress=bar,
+        )
+    if not settings.verbose:
+        _llama_cpp.silence_log()  # Llama changes the log
+    return llm
+
+
+def open_projector(settings: ServerSettings, model: ServedModel, llm: Llama) -> Projector | None:
+    if not model.mmproj:
+        return None
+    try:
+        import PIL  # noqa: F401
+    except ModuleNotFoundError:
+        raise ValueError(
+            "mmproj needs pillow, which is not installed: pip install 'mixedkv[server]'"
+        ) from None
+    return Projector(llm, model.mmproj, settings.threads or None, verbose=settings.verbose)

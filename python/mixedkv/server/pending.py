@@ -1,4 +1,4 @@
-"""The jobs of one HTTP request, as the event loop sees them."""
+"""The jobs of one HTTP request, as the event loop sees them, and how the engine's events get there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.jobs.events import Delta, Done, Event, Failed
+from mixedkv.engine.inbox import deliver_directly
+from mixedkv.engine.jobs.answer_state import Delta, Done, Event, Failed
 from mixedkv.engine.jobs.job import Job
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
 from mixedkv.server.api_error import from_engine, timed_out
@@ -175,3 +176,29 @@ async def disconnected(receive: Callable[[], Awaitable[object]]) -> None:
         message = await receive()
         if isinstance(message, dict) and message["type"] == "http.disconnect":
             return
+
+
+class Delivery:
+    """An engine's `deliver`, which wakes the running event loop once for all events of a step. Before the
+    loop runs, while prompts are warmed, events are delivered directly; after it they are dropped.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._over = False
+
+    def __call__(self, events: Sequence[tuple[Job, Event]]) -> None:
+        loop = self._loop
+        if loop is not None:
+            loop.call_soon_threadsafe(deliver_directly, events)
+        elif not self._over:
+            deliver_directly(events)
+
+    def begin(self) -> None:
+        """Deliver all events to the running loop from now on."""
+        self._loop = asyncio.get_running_loop()
+
+    def end(self) -> None:
+        """Drop events from now on."""
+        self._over = True
+        self._loop = None

@@ -10,8 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from mixedkv.engine.schedule.fair_queue import Service
-from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
+from mixedkv.engine.schedule.fair_queue import Limits, Service, unlimited
 
 _T = TypeVar("_T")
 

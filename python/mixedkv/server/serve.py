@@ -16,18 +16,17 @@ from fastapi import FastAPI
 from mixedkv.doors.keys import Keys, MetricsKey
 from mixedkv.doors.metrics import Metrics
 from mixedkv.doors.tls import TLS
-from mixedkv.engine.chat import tokenizer
 from mixedkv.engine.embed.embedding_context import only_embeds
 from mixedkv.engine.engine import Engine
 from mixedkv.model.gguf_file import read_model_file
+from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.server import logs
 from mixedkv.server.app import make_app
-from mixedkv.server.delivery import Delivery
 from mixedkv.server.described import Described, description
 from mixedkv.server.engines import open_engines
-from mixedkv.server.http_server import HTTPServer, Served
-from mixedkv.server.listening import listen, url
+from mixedkv.server.http_server import HTTPServer, Served, listen, url
 from mixedkv.server.models import check_adapters, check_keeps, served_models
+from mixedkv.server.pending import Delivery
 from mixedkv.server.pools import Pools
 from mixedkv.server.router.router import Router, make_router_app
 from mixedkv.server.session_kv import SessionKV
@@ -99,7 +98,7 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
     if settings.routed:
         raise ValueError("model, keep_alive, max_loaded: one model can be served here, which stays loaded")
     if not settings.verbose:
-        tokenizer.silence()
+        _llama_cpp.silence_log()
     key = key_from_file(settings.store_key_file) if settings.store_key_file else None
     metrics_key = MetricsKey.load(settings.metrics_key_file) if settings.metrics_key_file else None
     models = served_models(settings)

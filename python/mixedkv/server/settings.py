@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -15,7 +14,7 @@ from mixedkv.doors.settings import SIZE, DoorSettings, Gigabytes, Megabytes, Sev
 from mixedkv.hosts import is_local
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS, RANGES
 from mixedkv.prompts.overflow import Overflow
-from mixedkv.sessions.metadata_url import beside
+from mixedkv.sessions.metadata import beside
 from mixedkv.sizes import parse_size
 from mixedkv.start.sequences import Reuse
 from mixedkv.store.eviction import Eviction
@@ -72,25 +71,6 @@ class ServerSettings(DoorSettings):
         "memory": parse_size,
         "keep_alive": parse_keep_alive,
         "chunks": parse_chunks,
-    }
-    GONE: ClassVar[Mapping[str, str]] = {
-        "unix_socket": "write --host PATH.sock",
-        "lora_scale": "write --lora NAME=FILE@0.5",
-        **dict.fromkeys(
-            (
-                "chunk_repair",
-                "chunk_ratio",
-                "chunk_overlap",
-                "chunk_size",
-                "chunk_boundary",
-                "chunk_max_kld",
-                "chunk_check",
-            ),
-            "write --chunks repair=query,ratio=0.15,overlap_k=4,chunk_size=64",
-        ),
-        "checkpoints": "--max-checkpoint-gb says how many there are; 0 keeps none",
-        "checkpoint_every": "checkpoints are kept where messages begin and at the end of a prompt",
-        "slowdown": "a step with a prompt in it takes at most twice as long as one without",
     }
     GROUPS: ClassVar[Mapping[str, str]] = {
         "models": "model model_name model_n_ctx lora mmproj keep_alive max_loaded chat_format chat_template",
@@ -185,7 +165,7 @@ class ServerSettings(DoorSettings):
     chunks: str = option(
         "",
         "with --reuse chunks, how passages are found and repaired: repair=query, ratio=0.15, overlap_k=4, "
-        "chunk_size=64, boundary_window=16, max_kld=0.25, check=0.01",
+        "chunk_size=64, boundary_window=16",
         "NAME=X,...",
     )
     speculation: Literal["", "off", "prompt-lookup", "draft-model", "mtp"] = option(
@@ -256,8 +236,8 @@ class ServerSettings(DoorSettings):
     )
     recheck: bool = option(
         True,
-        "check stored KV by evaluating some of its tokens again: before the first use of what another "
-        "process stored, and while the server is idle; wrong entries are removed",
+        "check stored KV before the first use of what another process stored, by evaluating some of its "
+        "tokens again; wrong entries are removed",
     )
     max_ram_gb: Gigabytes = option(1.0, "most memory for the store, in 10^9 bytes or as 2GiB", SIZE, 0, 1e6)
     eviction: Eviction = option(
@@ -369,10 +349,3 @@ class ServerSettings(DoorSettings):
         if self.metadata_url:
             return self.metadata_url
         return f"sqlite:{beside(self.store)}" if self.store else IN_MEMORY
-
-
-def load_settings(
-    given: Mapping[str, Any], config: str | None = None, environ: Mapping[str, str] = os.environ
-) -> ServerSettings:
-    """Load the server's settings, see `DoorSettings.load`."""
-    return ServerSettings.load(given, config, environ)

@@ -19,9 +19,9 @@ from mixedkv.engine.engine import Engine
 from mixedkv.errors import QueueFullError
 from mixedkv.images.projector import Projector
 from mixedkv.server.api_error import ApiError, bad_request, from_engine, no_key
-from mixedkv.server.delivery import Delivery
 from mixedkv.server.described import Described
 from mixedkv.server.http.body_limit import DEADLINE, TENANT
+from mixedkv.server.pending import Delivery
 from mixedkv.server.pools import LARGE, Pools
 from mixedkv.server.session_kv import SessionKV
 from mixedkv.server.settings import ServerSettings
@@ -34,15 +34,6 @@ _FINGERPRINT = f"mixedkv-{__version__}"
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInMemory:
-    """A model that is in memory: its engine and what goes with it."""
-
-    engine: Engine
-    embedder: Embedder | None
-    projector: Projector | None
-
-
 @dataclass(kw_only=True)
 class ServerState(Described):
     """One model of a running server with what all share, by default the model; the others are adapters on it.
@@ -50,6 +41,9 @@ class ServerState(Described):
     Args:
         store: store that keeps its KV.
         others: the adapters by name; only in the model's state.
+
+    Attributes:
+        engine, embedder, projector: set when the model is loaded; adapters have its projector.
     """
 
     delivery: Delivery
@@ -62,7 +56,9 @@ class ServerState(Described):
     store: KVStore | None = None
     metrics_key: MetricsKey | None = None
     ready: bool = False
-    in_memory: ModelInMemory = field(init=False, repr=False)
+    engine: Engine = field(init=False, repr=False)
+    embedder: Embedder | None = field(init=False, repr=False)
+    projector: Projector | None = field(init=False, repr=False)
     others: dict[str, ServerState] = field(default_factory=dict)
 
     @property
@@ -74,18 +70,6 @@ class ServerState(Described):
     def engines(self) -> list[Engine]:
         """Engines of all models of the server."""
         return [each.engine for each in self.all]
-
-    @property
-    def engine(self) -> Engine:
-        return self.in_memory.engine
-
-    @property
-    def embedder(self) -> Embedder | None:
-        return self.in_memory.embedder
-
-    @property
-    def projector(self) -> Projector | None:
-        return self.in_memory.projector
 
     @property
     def stuck_seconds(self) -> float:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable
 from weakref import WeakKeyDictionary
 
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.step_watch import StepWatch, stack_of
 from mixedkv.errors import ModelChangedError
 
 log = logging.getLogger("mixedkv.server")
@@ -76,3 +77,45 @@ class Watchdog:
             log.error("the server ends, to be started again")
             logging.shutdown()
             os._exit(EXIT_CODE)
+
+
+LEAST_SECONDS = 60.0
+FIRST_SECONDS = 600.0  # for the first step, as nobody knows yet how long one takes
+_TIMES = 2  # the slowest step, measured
+
+
+class StepWatch:
+    """Watches one engine. Time counts in ticks, so that a process that was stopped for a while is not stuck
+    when it goes on.
+
+    Attributes:
+        seconds: since work has been waiting without a step that ended.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._n_steps = engine, engine.n_steps
+        self.seconds = 0.0
+
+    @property
+    def patience(self) -> float:
+        """Seconds without a step after which the engine counts as stuck."""
+        if not self._n_steps:
+            return max(LEAST_SECONDS, FIRST_SECONDS)
+        return max(LEAST_SECONDS, _TIMES * self._engine.slowest_step_seconds)
+
+    @property
+    def is_stuck(self) -> bool:
+        return self.seconds >= self.patience
+
+    def tick(self, seconds: float) -> None:
+        """Look at the engine, `seconds` after the last look."""
+        if self._engine.n_steps != self._n_steps or not self._engine.has_work:
+            self._n_steps, self.seconds = self._engine.n_steps, 0.0
+        else:
+            self.seconds += seconds
+
+
+def stack_of(thread: int | None) -> str:
+    """Return where a thread is now, given its `ident`."""
+    frame = sys._current_frames().get(thread or 0)
+    return "".join(traceback.format_stack(frame)) if frame is not None else "the thread has ended"

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from mixedkv.ids import check_id, check_tenant, new_id
 from mixedkv.sessions.metadata import Held, Key, Listed, MetadataStore, Outcome, Quota
-from mixedkv.sessions.metadata_url import open_metadata
 from mixedkv.sessions.record_codec import PLAIN, RecordCodec
 from mixedkv.sessions.records import (
     MAX_TTL,
@@ -390,4 +389,30 @@ def _changed_meanwhile(session_id: str) -> ErrorResponse:
     return ErrorResponse(
         detail=f"session_id={session_id!r} was changed by another request: read it again and retry",
         code="session_changed",
+    )
+
+
+def open_metadata(url: str) -> MetadataStore:
+    """Open a metadata store by its URL.
+
+    "sqlite:PATH" is a file, "sqlite:" alone lives in memory as long as this process; "redis://...",
+    "rediss://..." and "unix://..." are what the `redis` package understands.
+
+    Raises:
+        ValueError: the URL names no store known here.
+        ImportError: the `redis` package is not installed.
+    """
+    scheme = url.partition(":")[0].lower()
+    if scheme == "sqlite" and ":" in url:
+        from mixedkv.sessions.metadata_sqlite import SQLiteMetadata
+
+        path = url[len("sqlite:") :]
+        return SQLiteMetadata(path[2:] if path.startswith("///") else path)
+    if scheme in ("redis", "rediss", "unix"):
+        from mixedkv.sessions.metadata_redis import RedisMetadata
+
+        return RedisMetadata(url)
+    raise ValueError(
+        f"the metadata URL starts with {scheme[:20]!r}: "
+        f"use sqlite:PATH, redis://..., rediss://... or unix://..."
     )

@@ -7,6 +7,7 @@ processes may share a store.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
 Outcome = Literal["done", "conflict", "full"]  # there is another record, or it would be over the quota
@@ -83,3 +84,8 @@ class MetadataStore(Protocol):
 
     async def close(self) -> None:
         """Let go of the connection. Can be called again."""
+
+
+def beside(store: str | Path) -> Path:
+    """Return the URL where the sessions of a store are written down unless another place is named."""
+    return Path(store).absolute() / BESIDE_STORE

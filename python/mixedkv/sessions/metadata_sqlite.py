@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mixedkv.database import prepare
-from mixedkv.sessions.metadata import BESIDE_STORE, Held, Key, Listed, Outcome, Quota
+from mixedkv.sessions.metadata import BESIDE_STORE, Held, Key, Listed, Outcome, Quota, beside
+from mixedkv.sessions.record_codec import PLAIN, RecordCodec
+from mixedkv.store.encryption import KeyCipher, KeySource
 from mixedkv.store.tiers.disk import check_folder, inode, open_own
 
 _LOG = logging.getLogger(__name__)
@@ -220,3 +221,58 @@ def _held(db: sqlite3.Connection, now: float, tenant: str | None) -> Held:
 
 def _fits(held: Held, quota: Quota | None) -> bool:
     return quota is None or (held.sessions <= quota.sessions and held.nbytes <= quota.nbytes)
+
+
+def prepare(db: sqlite3.Connection, path: str, version: int, tables: str) -> None:
+    """Make the tables where they are missing, and note the version of the file.
+
+    Args:
+        path: names the file in an error.
+        version: of the tables that this release reads.
+        tables: SQL that changes nothing when it is run again.
+
+    Raises:
+        ValueError: a later release wrote the file.
+    """
+    (found,) = db.execute("PRAGMA user_version").fetchone()
+    if found > version:
+        raise ValueError(f"{path} is of version {found}, this release reads {version}: upgrade mixedkv")
+    db.execute("PRAGMA journal_mode = WAL")
+    db.execute("PRAGMA secure_delete = ON")  # what is deleted is overwritten, not only unlinked
+    db.executescript(tables)
+    db.execute(f"PRAGMA user_version = {version}")
+
+
+_ATTEMPTS = 16
+
+
+def reseal(store: str | Path, old: KeySource | None, new: KeySource) -> int:
+    """Encrypt the sessions beside a store with `new`; returns how many. Those that `old` does not read stay;
+    None reads those that were written without a key.
+
+    Raises:
+        OSError: they cannot be read or written.
+    """
+    path = beside(store)
+    if not path.exists():
+        return 0
+    before = PLAIN if old is None else RecordCodec(KeyCipher(old))
+    return asyncio.run(_reseal(path, before, RecordCodec(KeyCipher(new))))
+
+
+async def _reseal(path: Path, old: RecordCodec, new: RecordCodec) -> int:
+    metadata, n = SQLiteMetadata(str(path)), 0
+    try:
+        for key in await metadata.keys():
+            for _ in range(_ATTEMPTS):  # against other writers
+                record = await metadata.get(key)
+                session = None if record is None else old.load(key, record)
+                if record is None or session is None:
+                    break
+                if await metadata.replace(key, record, new.dump(session), session.expires_at) == "done":
+                    n += 1
+                    break
+        await metadata.forget()
+    finally:
+        await metadata.close()
+    return n

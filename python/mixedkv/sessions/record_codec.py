@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from mixedkv.sessions.metadata import Key
 from mixedkv.sessions.records import CacheSessionMetadata
 from mixedkv.store.encryption import Cipher, PlainCipher
-from mixedkv.store.entry_error import EntryError
+from mixedkv.store.entry_row import EntryError
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.errors import UnsupportedModelError
-from mixedkv.split.parts import OUTPUT, OUTPUT_BIAS, OUTPUT_NORM, TOKEN_EMBD
-from mixedkv.split.tensors import Tensor
+from mixedkv.split.parts import OUTPUT, OUTPUT_BIAS, OUTPUT_NORM, TOKEN_EMBD, Tensor
 
 _Matrix = npt.NDArray[np.float64]
 

@@ -30,9 +30,9 @@ from mixedkv.split.parts import (
     TOKEN_EMBD,
     VERSION,
     Arithmetic,
+    Tensor,
     arithmetic,
 )
-from mixedkv.split.tensors import Tensor
 
 _SKIPPED = ("GGUF.", "split.", PREFIX)  # the reader's own fields; those of a model in several files
 

@@ -20,10 +20,6 @@ class SplitSettings(DoorSettings):
     """
 
     model_config = SettingsConfigDict(env_prefix="MIXEDKV_SPLIT_")
-    GONE: ClassVar[Mapping[str, str]] = {
-        "store_gb": "it is --max-kv-size-gb",
-        "store_max_age": "it is --max-age",
-    }
     GROUPS: ClassVar[Mapping[str, str]] = {
         "cache": "kv n_ctx parallel idle_sessions n_batch threads",
         "network": "host port tls_cert tls_key client_ca metrics_port",

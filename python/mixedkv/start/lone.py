@@ -20,8 +20,7 @@ from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.close_gap import check_can_shift
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
-from mixedkv.prompts.message_starts import message_starts
-from mixedkv.prompts.overflow import Gap, LongPrompt, Places, cut
+from mixedkv.prompts.overflow import Gap, LongPrompt, Places, cut, message_starts
 from mixedkv.start.checkpoints import CheckpointLimits
 from mixedkv.start.sequence import Sequence as Rows
 from mixedkv.start.sequences import NO_MATCH, SequenceMatch, SequencePool, is_better
@@ -29,7 +28,7 @@ from mixedkv.store import Identity, KVStore
 from mixedkv.store.results import Match
 from mixedkv.tokens import Tokens, common_prefix
 
-_LOG = logging.getLogger("mixedkv.chat.window")
+_LOG = logging.getLogger("mixedkv.start")
 
 Source = Literal["live", "ram", "disk", "remote", "none"]
 

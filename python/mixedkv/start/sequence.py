@@ -29,7 +29,6 @@ class Sequence:
         session: whose prefix it then is, if it is a session's.
         n_prompt: how many of its tokens were the prompt that was answered last; 0 where none was.
         windowless: layers with a sliding window have let go of it; a checkpoint brings it back.
-        guest: nobody waits for its rows; it runs, and is evicted before all others.
         version: changes whenever rows are taken away, so that who reads rows later can tell.
     """
 
@@ -48,7 +47,6 @@ class Sequence:
     session: str | None = None
     n_prompt: int = 0
     windowless: bool = False
-    guest: bool = False
     used_at: int = 0
     version: int = 0
 

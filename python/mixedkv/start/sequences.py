@@ -20,7 +20,7 @@ from mixedkv.config.cut_rule import CutRule
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.checkpoint import Checkpoint, served
 from mixedkv.kv.close_gap import Movable, close_gap
-from mixedkv.kv.truth import Truth
+from mixedkv.kv.rows import Truth
 from mixedkv.prompts.overflow import LongPrompt
 from mixedkv.start.checkpoints import CheckpointLimits, thinned
 from mixedkv.start.sequence import Sequence
@@ -127,10 +127,10 @@ class SequencePool:
         return [seq for seq in self._all if seq.running or seq.tokens]
 
     def idle(self) -> list[Sequence]:
-        """Return the guests and idle prefixes, in the order of their eviction."""
-        idle = [seq for seq in self._all if seq.guest or (seq.tokens and not seq.running)]
+        """Return the idle prefixes, in the order of their eviction."""
+        idle = [seq for seq in self._all if seq.tokens and not seq.running]
         kept = self._kept(idle)
-        return sorted(idle, key=lambda seq: (not seq.guest, seq.paused, seq.id in kept, seq.used_at))
+        return sorted(idle, key=lambda seq: (seq.paused, seq.id in kept, seq.used_at))
 
     def _kept(self, idle: list[Sequence]) -> set[int]:
         """Return the sequences to be evicted last: each tenant's latest with `keep`, up to its share and
@@ -374,7 +374,7 @@ class SequencePool:
     def drop(self, seq: Sequence) -> None:
         """Free a sequence's rows and its place."""
         self.clear(seq)
-        seq.running = seq.keep = seq.paused = seq.guest = False
+        seq.running = seq.keep = seq.paused = False
         seq.session, seq.stitched, seq.gap = None, False, None
 
     def clear(self, seq: Sequence) -> None:
@@ -425,11 +425,6 @@ class SequencePool:
                 self.n_evicted += 1
                 return True
         return False
-
-    @property
-    def has_free(self) -> bool:
-        """True if there is a free sequence without evicting one."""
-        return any(not seq.running and not seq.tokens for seq in self._all)
 
     @property
     def used(self) -> int:

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from mixedkv.config import MixedKVConfig
 from mixedkv.kv.block import KVBlock
 from mixedkv.kv.rows import RowGroup
-from mixedkv.store.entry_error import EntryError
+from mixedkv.store.entry_row import EntryError
 from mixedkv.store.identity import Identity
 
 Runs = list[tuple[int, int]]  # ranges [begin, end) of positions, ascending

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.store.entry_error import EntryError
+from mixedkv.store.entry_row import EntryError
 
 KeySource = Callable[[], bytes]
 

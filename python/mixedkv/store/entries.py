@@ -17,13 +17,11 @@ import numpy as np
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import coverage
 from mixedkv.store.encryption import Cipher, KeyCipher
-from mixedkv.store.entry_error import EntryError, Reason
-from mixedkv.store.entry_row import NOBODY, EntryRow, Owner
+from mixedkv.store.entry_row import NOBODY, EntryError, EntryRow, Owner, Reason
 from mixedkv.store.eviction import Eviction
 from mixedkv.store.folder import StoreFolder, as_os_error, file_name, store_root
-from mixedkv.store.full_disk import FullDisk
 from mixedkv.store.identity import Identity
-from mixedkv.store.index import Index, ParentGoneError
+from mixedkv.store.index import Index, ParentGoneError, UseLog
 from mixedkv.store.lookup import (
     BLOCK,
     Search,
@@ -35,8 +33,8 @@ from mixedkv.store.lookup import (
 )
 from mixedkv.store.results import EntryInfo, GCResult, Match, Tier, Verified
 from mixedkv.store.sealing import seal, unseal
+from mixedkv.store.tiers.disk import FullDisk
 from mixedkv.store.tiers.ram import RamTier
-from mixedkv.store.use_log import UseLog
 from mixedkv.tokens import Tokens
 
 _LOG = logging.getLogger("mixedkv.store")
@@ -171,19 +169,9 @@ class Entries:
         with self._lock, as_os_error():
             self._index.change(write)
 
-    def random_match(self, identity: Identity) -> Match | None:
-        """Return the whole sequence that ends in any of an identity's entries; None if there is none."""
-        with suppress(sqlite3.Error, OSError), self._lock:
-            self._look()
-            with self._index.snapshot():
-                row = self._index.random_of(identity.digest, self._cipher.key_id)
-                entry, n = (row.id, row.p1) if row is not None else (None, 0)
-                return sequence_of(self._index, self._cipher, identity, entry, n)
-        return None
-
-    def read(self, match: Match, begin: int = 0, *, note: bool = True) -> tuple[list[KVBlock], Tier]:
-        """Read the blocks of a match, cut to it, without those that end before position `begin`. With `note`
-        they count as used and stay in memory.
+    def read(self, match: Match, begin: int = 0) -> tuple[list[KVBlock], Tier]:
+        """Read the blocks of a match, cut to it, without those that end before position `begin`. They count
+        as used and stay in memory.
 
         Raises:
             EntryError: an entry cannot be used; it is removed with all that builds on it.
@@ -197,15 +185,13 @@ class Entries:
                 if block is None:
                     tier = "disk"
                     block = self._read_file(link.entry)
-                    if note:
-                        self.ram.put(link.entry, block)
+                    self.ram.put(link.entry, block)
                 check_tokens(block, link, match)
             except EntryError as error:
                 self._remove_broken(link.entry, error)
                 raise
             blocks.append(block if link.end == block.p1 else block.slice(block.p0, link.end))
-        if note:
-            self._uses.note(link.entry for link in links)
+        self._uses.note(link.entry for link in links)
         return blocks, tier
 
     def _read_file(self, entry: str) -> KVBlock:

@@ -10,15 +10,17 @@ written is ignored.
 from __future__ import annotations
 
 import sqlite3
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from mixedkv.store import eviction as leaving
 from mixedkv.store.entry_row import FIELDS, NOBODY, EntryRow, Owner, sound_row
 from mixedkv.store.eviction import Eviction
-from mixedkv.store.message_rows import MESSAGE_SCHEMA, message_rows, put_message_rows
 from mixedkv.store.session_rows import SESSION_SCHEMA, SessionRows
 
 _SCHEMA = """
@@ -191,11 +193,6 @@ class Index:
             "ORDER BY created"
         )
         return [str(entry) for (entry,) in self._db.execute(query, (identity,))]
-
-    def random_of(self, identity: bytes, key_id: str) -> EntryRow | None:
-        """Return a random entry of an identity; None if there is none."""
-        rest = "FROM entries WHERE identity = ? AND key_id = ? ORDER BY RANDOM() LIMIT 1"
-        return next(self._rows(rest, identity, key_id), None)
 
     def totals(self) -> tuple[int, int]:
         """Return the number of entries, and the bytes of their files."""
@@ -381,3 +378,52 @@ class Index:
             self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
+
+
+class UseLog:
+    """The entries that were used since the last change. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._used: dict[str, float] = {}
+        self._uses: Counter[str] = Counter()
+
+    def note(self, entries: Iterable[str]) -> None:
+        named = list(entries)
+        with self._lock:
+            self._used.update(dict.fromkeys(named, time.time()))
+            self._uses.update(named)
+
+    def write(self, index: Index) -> None:
+        with self._lock:
+            used, self._used = self._used, {}
+            uses, self._uses = self._uses, Counter()
+        index.touch(used, uses)
+
+
+MESSAGE_SCHEMA = """
+CREATE TABLE IF NOT EXISTS messages (
+    number INTEGER PRIMARY KEY AUTOINCREMENT,
+    tenant BLOB NOT NULL,
+    message_id TEXT NOT NULL,
+    entry TEXT NOT NULL REFERENCES entries (id) ON DELETE CASCADE,
+    n_tokens INTEGER NOT NULL,
+    noted REAL NOT NULL,
+    UNIQUE (tenant, message_id, entry)
+);
+CREATE INDEX IF NOT EXISTS messages_entry ON messages (entry);
+"""
+_FIELDS = "tenant, message_id, n_tokens, noted"
+
+
+def message_rows(db: sqlite3.Connection, entry: str) -> list[Any]:
+    """Return the rows of an entry that is about to be replaced."""
+    return list(db.execute(f"SELECT {_FIELDS} FROM messages WHERE entry = ?", (entry,)))
+
+
+def put_message_rows(db: sqlite3.Connection, entry: str, rows: list[Any]) -> None:
+    """Add these rows to another entry."""
+    db.executemany(
+        f"INSERT OR REPLACE INTO messages ({_FIELDS}, entry) VALUES (?, ?, ?, ?, ?)",
+        [(*row, entry) for row in rows],
+    )

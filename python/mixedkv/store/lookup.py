@@ -19,8 +19,7 @@ import numpy as np
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import coverage
 from mixedkv.store.encryption import Cipher
-from mixedkv.store.entry_error import EntryError, Reason
-from mixedkv.store.entry_row import EntryRow
+from mixedkv.store.entry_row import EntryError, EntryRow, Reason
 from mixedkv.store.identity import Identity
 from mixedkv.store.index import Index
 from mixedkv.store.results import Link, Match

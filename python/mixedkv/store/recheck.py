@@ -12,13 +12,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from mixedkv.kv.block import KVBlock
 from mixedkv.kv.evaluate_again import Again, Span
 from mixedkv.kv.row_source import RowSource
 from mixedkv.store.entries import Entries
-from mixedkv.store.identity import Identity
-from mixedkv.store.results import Link, Match
-from mixedkv.store.tally import Tally
+from mixedkv.store.results import Link, Match, Tally
 from mixedkv.tokens import Tokens
 
 _LOG = logging.getLogger("mixedkv.store")
@@ -65,7 +62,7 @@ class Recheck:
     """
 
     def __init__(self, entries: Entries, tally: Tally, on: bool) -> None:
-        self._entries, self._tally, self.on = entries, tally, on
+        self._entries, self._tally, self._on = entries, tally, on
         self._believed: set[str] = set()
 
     def believe(self, entries: Iterable[str]) -> None:
@@ -73,26 +70,8 @@ class Recheck:
 
     def doubt(self, match: Match, llm: RowSource) -> Doubt:
         """Return the tokens to evaluate again before a match is believed; empty if it is believed."""
-        links = [link for link in match.links if link.entry not in self._believed] if self.on else []
+        links = [link for link in match.links if link.entry not in self._believed] if self._on else []
         return self._spans(match, links, llm)
-
-    def random_match(self, identity: Identity) -> Match | None:
-        """Return a random sequence that is stored under an identity; None if there is none."""
-        return self._entries.random_match(identity)
-
-    def read(self, match: Match) -> list[KVBlock]:
-        """Return the blocks of a match; it does not count as used.
-
-        Raises:
-            EntryError: an entry cannot be used.
-        """
-        return self._entries.read(match, note=False)[0]
-
-    def sample(self, match: Match, llm: RowSource) -> Doubt:
-        """Return tokens of a random entry of a match to evaluate again, also if the match is believed
-        already.
-        """
-        return self._spans(match, [random.choice(match.links)], llm)
 
     def settle(self, doubt: Doubt, again: Again) -> str:
         """Believe a match whose rows are right; remove wrong entries and say what is wrong with them."""

@@ -7,11 +7,10 @@ from typing import Protocol
 from mixedkv.kv.fetched import Fetched, WrongRowsError
 from mixedkv.kv.row_source import RowSource
 from mixedkv.store.entries import Entries
-from mixedkv.store.entry_error import EXPLAINED, EntryError, Reason
+from mixedkv.store.entry_row import EXPLAINED, EntryError, Reason
 from mixedkv.store.identity import Identity
 from mixedkv.store.recheck import Recheck
-from mixedkv.store.results import Match, Restored
-from mixedkv.store.tally import Tally
+from mixedkv.store.results import Match, Restored, Tally
 from mixedkv.tokens import Tokens
 
 _TRIES = 16  # entries that cannot be read before a restore gives up

@@ -11,8 +11,7 @@ from typing import BinaryIO
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import coverage
 from mixedkv.store.encryption import Cipher, decrypt, encrypt, encrypted_size
-from mixedkv.store.entry_error import EntryError
-from mixedkv.store.entry_row import EntryRow
+from mixedkv.store.entry_row import EntryError, EntryRow
 from mixedkv.store.formats.native import decode, encode
 from mixedkv.store.identity import Identity
 from mixedkv.store.lookup import file_context, key_context, token_context

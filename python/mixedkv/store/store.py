@@ -15,12 +15,12 @@ from mixedkv.card import card, rows_of
 from mixedkv.ids import check_session_id, check_tenant
 from mixedkv.kv.block import KVBlock
 from mixedkv.kv.row_source import RowSource, check_sequence, exact_tokens, known_tokens
-from mixedkv.kv.truth import NAMES
+from mixedkv.kv.rows import NAMES
 from mixedkv.sizes import GB, size_of
 from mixedkv.store import coverage
 from mixedkv.store.encryption import PLAIN_ENTRIES, Cipher, KeyCipher, KeySource, PlainCipher, check_key_id
 from mixedkv.store.entries import Entries, ParentGoneError, TooLargeError, store_root
-from mixedkv.store.entry_error import EntryError, Reason
+from mixedkv.store.entry_row import EntryError, Reason
 from mixedkv.store.eviction import EVICTIONS, Eviction
 from mixedkv.store.identity import Identity
 from mixedkv.store.lookup import worth_building_on
@@ -39,11 +39,11 @@ from mixedkv.store.results import (
     Saved,
     Share,
     StoreStats,
+    Tally,
     Tier,
     Verified,
 )
 from mixedkv.store.session_rows import SessionRemovedError
-from mixedkv.store.tally import Tally
 from mixedkv.tokens import Tokens, as_tokens
 
 _LOG = logging.getLogger("mixedkv.store")

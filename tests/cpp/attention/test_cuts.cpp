@@ -1,8 +1,9 @@
-// A query has the same bits however its prompt was cut into steps: all tokens at once, one by one, or anything between.
-// What a step reads is made here as the cache makes it: cold rows of all tokens, a ring whose slots are in any order,
-// and the rows of the step's own tokens. test_cuts [--isa NAME] [--prompts N]
+// A query has the same bits however its prompt was cut into steps: all tokens at once, one by one, or anything between;
+// in whichever cells its rows lie, whatever lies in the others; and beside other sequences, which may share rows with
+// it. What a step reads is made here as the cache makes it: cold rows of all tokens, a ring whose slots are in any
+// order, and the rows of the step's own tokens. test_cuts [--isa NAME] [--prompts N]
 
-#include "graph/hot-order.h"
+#include "graph/key-order.h"
 #include "hot_set/hot_window.h"
 #include "support.h"
 
@@ -75,97 +76,165 @@ prompt random_prompt(test::rng & r, int long_head) {
     return p;
 }
 
-// The rows of some tokens, one after the other
+// Rows of some tokens, one after the other. What lies where there is none is finite, and not to be seen.
 struct copied_rows {
     std::vector<uint8_t>    bytes;
     mixedkv::attention_rows view;
 
-    copied_rows(const test::rows & from, const std::vector<int> & tokens) : bytes(tokens.size() * from.row_bytes + 1) {
+    copied_rows(test::rng & r, const test::rows & from, const std::vector<int> & tokens) :
+        bytes(tokens.size() * from.row_bytes + 1) {
+        const int n = int(from.bytes.size() / from.row_bytes);
         for (size_t i = 0; i < tokens.size(); i++) {
-            if (tokens[i] >= 0) {
-                std::memcpy(bytes.data() + i * from.row_bytes, from.bytes.data() + tokens[i] * from.row_bytes,
-                            from.n_head * from.head_bytes);
-            }
+            const int token = tokens[i] >= 0 ? tokens[i] : r.below(n);
+            std::memcpy(bytes.data() + i * from.row_bytes, from.bytes.data() + token * from.row_bytes,
+                        from.n_head * from.head_bytes);
         }
         view      = from.view();
         view.data = bytes.data();
     }
 };
 
-// Tokens [first, end) after those before them; out: [n_tokens, n_head, d]
-void step(test::rng & r, const prompt & p, int first, int end, std::vector<float> & out) {
-    const int        n_kv = int(padded(end));
-    std::vector<int> ring;
-    for (int i = 0; i < first; i++) {
-        if (p.window.contains(i, p.window.begin(first))) {
-            ring.push_back(i);
+// Tokens of a prompt by position, those from `first` on in the step
+struct sequence {
+    std::vector<int> tokens;
+    int              first;
+};
+
+// Which token each cell holds, -1: none of these
+using layout = std::vector<int>;
+
+layout in_order(int n) {
+    layout cells(n);
+    std::iota(cells.begin(), cells.end(), 0);
+    return cells;
+}
+
+// Runs of tokens anywhere: whole blocks of cells, runs of any length, or each for itself
+layout anywhere(test::rng & r, int n) {
+    std::vector<layout> runs;
+    const int           longest = r.pick<int>({ 1, 7, 64, 200, n });
+    for (int first = 0; first < n;) {
+        const int end = std::min(n, first + (longest == 64 ? 64 : 1 + r.below(longest)));
+        layout    run(longest == 64 ? 0 : r.below(40), -1);
+        for (int i = first; i < end; i++) {
+            run.push_back(i);
+        }
+        runs.push_back(run);
+        first = end;
+    }
+    std::shuffle(runs.begin(), runs.end(), r.engine);
+    layout cells;
+    for (const layout & run : runs) {
+        cells.insert(cells.end(), run.begin(), run.end());
+    }
+    return cells;
+}
+
+// out: [tokens, n_head, d]
+void step(test::rng & r, const prompt & p, const std::vector<sequence> & sequences, layout cells,
+          std::vector<float> & out) {
+    cells.resize(padded(cells.size()), -1);
+    const int n_kv = int(cells.size());
+
+    struct query {
+        const sequence * of;
+        int              pos;
+    };
+    std::vector<query>   queries;
+    std::vector<int32_t> readers;
+    std::vector<int>     ring, own;
+    for (size_t s = 0; s < sequences.size(); s++) {
+        const sequence & cur = sequences[s];
+        for (int pos = 0; pos < cur.first; pos++) {
+            const int token = cur.tokens[pos];
+            if (p.window.contains(pos, p.window.begin(cur.first)) &&
+                std::find(ring.begin(), ring.end(), token) == ring.end()) {
+                ring.push_back(token);
+            }
+        }
+        for (int pos = cur.first; pos < int(cur.tokens.size()); pos++) {
+            queries.push_back({ &cur, pos });
+            readers.push_back(int32_t(s));
+            own.push_back(cur.tokens[pos]);
         }
     }
     ring.resize(ring.size() + r.below(8), -1); // free slots
     std::shuffle(ring.begin(), ring.end(), r.engine);
-    std::vector<int> tokens(end - first);
-    std::iota(tokens.begin(), tokens.end(), first);
-    const copied_rows ring_k(p.hot_k, ring), ring_v(p.hot_v, ring), own_k(p.hot_k, tokens), own_v(p.hot_v, tokens);
+    const copied_rows cold_k(r, p.cold_k, cells), cold_v(r, p.cold_v, cells), ring_k(r, p.hot_k, ring),
+        ring_v(r, p.hot_v, ring), own_k(r, p.hot_k, own), own_v(r, p.hot_v, own);
 
-    const int             n_hot = int(ring.size() + tokens.size());
-    std::vector<uint16_t> mask(size_t(end - first) * (n_kv + n_hot), 0xfc00);
-    for (int query = first; query < end; query++) {
-        uint16_t * row  = mask.data() + size_t(query - first) * (n_kv + n_hot);
-        const auto hot  = [&](int key) { return p.window.contains(key, p.window.begin(query)); };
-        const auto seen = [&](int key) { return key <= query && (p.sliding == 0 || query - key < p.sliding); };
-        const auto open = [&](int column, int key) {
-            row[column] = test::to_half(p.alibi ? -float(query - key) : 0.0f);
-        };
-        for (int key = 0; key <= query; key++) {
-            if (seen(key) && !hot(key)) {
-                open(key, key);
+    const int        n_hot     = int(ring.size() + own.size());
+    const int        n_columns = n_kv + n_hot;
+    std::vector<int> cold(p.n_tokens, -1), hot(p.n_tokens, -1); // columns of tokens
+    const auto       number = [](const std::vector<int> & tokens, int column, std::vector<int> & columns) {
+        for (const int token : tokens) {
+            if (token >= 0) {
+                columns[token] = column;
+            }
+            column++;
+        }
+    };
+    number(cells, 0, cold);
+    number(ring, n_kv, hot);
+    number(own, n_kv + int(ring.size()), hot);
+
+    std::vector<uint16_t> mask(queries.size() * n_columns, 0xfc00);
+    std::vector<float>    q(queries.size() * p.n_head * p.d);
+    for (size_t i = 0; i < queries.size(); i++) {
+        const query & cur = queries[i];
+        for (int pos = 0; pos <= cur.pos; pos++) {
+            if (p.sliding == 0 || cur.pos - pos < p.sliding) {
+                const int  token  = cur.of->tokens[pos];
+                const bool is_hot = p.window.contains(pos, p.window.begin(cur.pos));
+                mask[i * n_columns + (is_hot ? hot[token] : cold[token])] =
+                    test::to_half(p.alibi ? -float(cur.pos - pos) : 0.0f);
             }
         }
-        for (size_t i = 0; i < ring.size(); i++) {
-            if (ring[i] >= 0 && seen(ring[i]) && hot(ring[i])) {
-                open(n_kv + int(i), ring[i]);
-            }
-        }
-        for (int key = first; key <= query; key++) {
-            if (seen(key) && hot(key)) {
-                open(n_kv + int(ring.size()) + key - first, key);
-            }
-        }
+        std::memcpy(&q[i * p.n_head * p.d], &p.q[size_t(cur.of->tokens[cur.pos]) * p.n_head * p.d],
+                    p.n_head * p.d * sizeof(float));
     }
 
-    llama_kv_hot_order order(p.window.threshold > 1024);
-    for (size_t i = 0; i < ring.size(); i++) {
-        if (ring[i] >= 0) {
-            order.add(0, ring[i], int32_t(i));
+    const auto shares = [&](int token) {
+        return std::count_if(sequences.begin(), sequences.end(), [&](const sequence & s) {
+                   return std::find(s.tokens.begin(), s.tokens.end(), token) != s.tokens.end();
+               }) > 1;
+    };
+    const int          n_seq = int(sequences.size());
+    llama_kv_key_order order;
+    const auto         add_all = [&](const std::vector<int> & columns) {
+        for (int s = 0; s < n_seq; s++) {
+            const std::vector<int> & tokens = sequences[s].tokens;
+            for (size_t pos = 0; pos < tokens.size(); pos++) {
+                if (columns[tokens[pos]] >= 0) {
+                    order.add(s, { int32_t(pos), columns[tokens[pos]], 1, n_seq > 1 && shares(tokens[pos]) });
+                }
+            }
         }
-    }
-    for (size_t i = 0; i < tokens.size(); i++) {
-        order.add(0, tokens[i], int32_t(ring.size() + i));
-    }
-    order.arrange(order.most_splits(1, n_hot));
-    std::vector<uint16_t> ordered_mask(tokens.size() * order.size());
-    for (size_t i = 0; i < tokens.size(); i++) {
-        order.copy_mask(mask.data() + i * (n_kv + n_hot) + n_kv, ordered_mask.data() + i * order.size());
-    }
+    };
+    order.begin(0, { n_kv, n_kv + int(ring.size()) }, readers);
+    add_all(cold);
+    order.arrange(llama_kv_key_order::cold_pieces(n_seq, n_kv, p.sliding));
+    add_all(hot);
+    order.arrange(llama_kv_key_order::hot_pieces(n_seq, n_hot, p.window.threshold > 1024));
+    order.look(mask.data(), n_columns);
 
+    std::vector<float>      res(q.size(), NAN);
     mixedkv::attention_args a;
     a.n_head         = p.n_head;
     a.n_head_kv      = p.n_head_kv;
     a.d_k            = p.d;
     a.d_v            = p.d;
-    a.n_queries      = end - first;
-    a.q              = p.q.data() + size_t(first) * p.n_head * p.d;
+    a.n_queries      = int64_t(queries.size());
+    a.q              = q.data();
     a.q_row          = p.n_head * p.d * sizeof(float);
     a.q_head         = p.d * sizeof(float);
     a.n_segments     = 3;
-    a.segments[0]    = { p.cold_k.view(), p.cold_v.view(), n_kv };
+    a.segments[0]    = { cold_k.view, cold_v.view, n_kv };
     a.segments[1]    = { ring_k.view, ring_v.view, int64_t(ring.size()) };
-    a.segments[2]    = { own_k.view, own_v.view, end - first };
+    a.segments[2]    = { own_k.view, own_v.view, int64_t(own.size()) };
     a.mask           = mask.data();
-    a.mask_row       = (n_kv + n_hot) * sizeof(uint16_t);
-    a.order          = { order.get_blocks().data(), int64_t(order.get_blocks().size()),
-                         order.get_splits().data(), int64_t(order.get_splits().size()) - 1,
-                         ordered_mask.data(),       order.size() * sizeof(uint16_t) };
+    a.mask_row       = n_columns * sizeof(uint16_t);
+    a.order          = order.get();
     a.scale          = 1.0f / std::sqrt(float(p.d));
     a.max_alibi_bias = p.alibi ? 8.0f : 0.0f;
     a.logit_softcap  = p.softcap;
@@ -173,18 +242,30 @@ void step(test::rng & r, const prompt & p, int first, int end, std::vector<float
     a.rotation_q     = 32;
     a.rotation_out   = 32;
     a.rounding       = p.rounding;
-    a.out            = out.data() + size_t(first) * p.n_head * p.d;
+    a.out            = res.data();
     a.out_row        = a.q_row;
     a.out_head       = a.q_head;
     test::run({ a }, 1 + r.below(3));
+    for (size_t i = 0; i < queries.size(); i++) {
+        std::memcpy(&out[size_t(queries[i].of->tokens[queries[i].pos]) * p.n_head * p.d], &res[i * p.n_head * p.d],
+                    p.n_head * p.d * sizeof(float));
+    }
+}
+
+// Tokens [first, end) after those before them
+void step(test::rng & r, const prompt & p, int first, int end, const layout & cells, std::vector<float> & out) {
+    sequence s{ std::vector<int>(end), first };
+    std::iota(s.tokens.begin(), s.tokens.end(), 0);
+    step(r, p, { s }, cells, out);
 }
 
 // Lengths of steps: many short ones, a few long ones, or both
 std::vector<float> evaluate(test::rng & r, const prompt & p, int longest) {
     std::vector<float> out(size_t(p.n_tokens) * p.n_head * p.d, NAN);
+    const layout       cells = r.chance(0.3) ? in_order(p.n_tokens) : anywhere(r, p.n_tokens);
     for (int first = 0, end; first < p.n_tokens; first = end) {
         end = std::min(p.n_tokens, first + 1 + r.below(r.chance(0.3) ? std::min(longest, 8) : longest));
-        step(r, p, first, end, out);
+        step(r, p, first, end, cells, out);
     }
     return out;
 }
@@ -266,7 +347,7 @@ int main(int argc, char ** argv) {
         if (mixedkv::attention_isa() == std::string("amx")) {
             p.rounding = 8; // with 16 prefill has sums of its own there
         }
-        step(r, p, 0, p.n_tokens, whole);
+        step(r, p, 0, p.n_tokens, in_order(p.n_tokens), whole);
         check_values(p, whole, "at once", i);
         for (const int longest : { 1, 40, 300, 700 }) {
             if (longest == 1 && p.n_tokens > 300) {
@@ -285,6 +366,32 @@ int main(int argc, char ** argv) {
                     break;
                 }
             }
+        }
+    }
+    for (int i = 0; i < prompts; i++) { // three sequences with a common beginning, in one step
+        test::rng r(1000 + i);
+        prompt    p = random_prompt(r, 0);
+        if (mixedkv::attention_isa() == std::string("amx")) {
+            p.rounding = 8;
+        }
+        const int             common = r.below(p.n_tokens);
+        std::vector<sequence> sequences(1 + r.below(3));
+        std::vector<float>    alone(size_t(p.n_tokens) * p.n_head * p.d, 0.0f), together = alone;
+        for (size_t s = 0; s < sequences.size(); s++) {
+            for (int token = 0; token < p.n_tokens; token++) {
+                if (token < common || token % sequences.size() == s) {
+                    sequences[s].tokens.push_back(token);
+                }
+            }
+            const int n        = int(sequences[s].tokens.size());
+            sequences[s].first = std::max(std::min(n - 1, common), r.chance(0.5) ? n - 1 - r.below(std::min(n, 4)) : 0);
+            step(r, p, { sequences[s] }, in_order(p.n_tokens), alone);
+        }
+        step(r, p, sequences, anywhere(r, p.n_tokens), together);
+        if (std::memcmp(alone.data(), together.data(), alone.size() * sizeof(float)) != 0) {
+            std::printf("FAIL prompt %d: %zu sequences with %d common tokens of %d have other bits than alone\n", i,
+                        sequences.size(), common, p.n_tokens);
+            failures++;
         }
     }
     for (const int d : { 320, 512, 576, 1024 }) { // right, if not the same bits

@@ -1,6 +1,6 @@
 // attention_mass against attention_run: where V of key j is the j-th unit vector, the output is the weights.
 
-#include "attention/mass.h"
+#include "attention/sparse/mass.h"
 
 #include "check.h"
 #include "support.h"

@@ -2,7 +2,7 @@
 
 #include "support.h"
 
-#include "attention/pages.h"
+#include "attention/sparse/pages.h"
 
 #include <algorithm>
 #include <cmath>

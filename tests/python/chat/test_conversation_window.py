@@ -84,7 +84,7 @@ def test_ranges_that_are_none(llm: Llama, begin: int, end: int) -> None:
 def test_a_long_chat_goes_on(llm: Llama, store: KVStore, caplog: pytest.LogCaptureFixture) -> None:
     cache = MessageCache(llm, store, attention_sink_tokens=SINKS)
     messages: list[Message] = []
-    with caplog.at_level(logging.WARNING, "mixedkv.chat"):
+    with caplog.at_level(logging.WARNING, "mixedkv.start"):
         turns = converse(cache, 14, messages)
     usages = [result.usage for _, result in turns]
     assert usages[-1].prompt_tokens > SIZE + 200
@@ -191,7 +191,7 @@ def test_generation_goes_on_beyond_the_context(
 ) -> None:
     cache = MessageCache(llm, store, attention_sink_tokens=SINKS)
     on = {"temperature": 0.0, "logit_bias": {str(llm.token_eos()): -1e9}}
-    with caplog.at_level(logging.WARNING, "mixedkv.chat"):
+    with caplog.at_level(logging.WARNING, "mixedkv.start"):
         result = cache.chat([note(0)], max_tokens=SIZE + 50, **on)
     assert result.finish_reason == "length"
     assert result.usage.completion_tokens == SIZE + 50

@@ -13,8 +13,8 @@ import pytest
 
 from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.schedule.contract import StepPlan
+from mixedkv.engine.schedule.fair_queue import Limits, TenantLimits, unlimited
 from mixedkv.engine.schedule.observer import Observer
-from mixedkv.engine.schedule.tenant_limits import Limits, TenantLimits, unlimited
 from mixedkv.errors import QueueFullError
 
 N_EMBD = 2

@@ -18,7 +18,7 @@ from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import Recall, make_recall
 from mixedkv.engine import Engine, StoreConnector
 from mixedkv.engine.inbox import Inbox, deliver_directly
-from mixedkv.engine.jobs.events import Delta, Event
+from mixedkv.engine.jobs.answer_state import Delta, Event
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ClosedError, ContextLengthError
@@ -335,9 +335,6 @@ class Recorder:
         self.calls.append("fetch")
         threading.Thread(target=self.engine.ready, args=(job,)).start()
         return True
-
-    def evaluated(self, job: Job, index: int) -> None:
-        assert index >= 0
 
     def offload(self, job: Job) -> None:
         assert threading.current_thread().name == "mixedkv-engine"

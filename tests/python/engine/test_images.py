@@ -14,7 +14,7 @@ from mixedkv import Llama
 from mixedkv.chunks.deviation import last_logits
 from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.jobs.events import Done
+from mixedkv.engine.jobs.answer_state import Done
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.request import Request

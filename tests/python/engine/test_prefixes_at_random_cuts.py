@@ -9,16 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import llama_cpp
-import numpy as np
-import numpy.typing as npt
 import pytest
 
 from mixedkv import Llama
-from mixedkv.engine.answer import Answer
 from mixedkv.engine.prompt_cache import PromptCache
 from mixedkv.kv.cache import KVCache
 from mixedkv.store import KVStore
+from support.fresh_context import FreshContext
 
 N_CTX, N_TOKENS = 192, 6  # tokens of all sequences together, and of an answer
 # Other batches and other cells round log-probabilities otherwise, in 24 runs by .005 at most in an F16 cache
@@ -28,31 +25,6 @@ NEAR_Q4_0 = 0.3
 MODELS = ("gemma2", "gemma4", "gpt-oss")
 ALL = ("llama-64", *MODELS)
 CACHES = ("f16", "q8_0", "mixed:threshold=0,sinks=0,cold=q8_0", "mixed:threshold=16,group=8,sinks=4")
-
-
-class Fresh:
-    """A context that begins every prompt anew."""
-
-    def __init__(self, path: Path, kv: str) -> None:
-        self.llm = Llama(path, kv=kv, n_ctx=N_CTX, n_threads=1, n_threads_batch=1, verbose=False)
-
-    def off(self, prompt: list[int], answer: Answer) -> float:
-        """Return how far the log-probabilities of an answer's tokens are from this context's at most."""
-        self.llm.reset()
-        self.llm.kv.clear()
-        self.llm.eval(prompt)
-        worst = 0.0
-        for told in answer.result().logprobs:
-            logits = self.logits()
-            top = logits.max()
-            wanted = logits[told.token] - top - np.log(np.exp(logits - top).sum())
-            worst = max(worst, abs(told.logprob - float(wanted)))
-            self.llm.eval([told.token])
-        return worst
-
-    def logits(self) -> npt.NDArray[np.float32]:
-        n = self.llm.n_vocab()
-        return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.llm.ctx, -1), (n,)).copy()
 
 
 def prompts(rng: random.Random, n: int, n_words: int) -> list[list[int]]:
@@ -79,7 +51,7 @@ def play(
     n_windows: int = 0,
 ) -> tuple[int, list[str]]:
     """Return how many answers were exact, and those of them that are wrong."""
-    rng, fresh, wrong, n_exact = random.Random(seed), Fresh(path, kv), list[str](), 0
+    rng, fresh, wrong, n_exact = random.Random(seed), FreshContext(path, kv, N_CTX), list[str](), 0
     options: dict[str, Any] = {"n_ctx": N_CTX, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
     options |= {"n_batch": 32, "swa_full": swa_full, "n_windows": n_windows}
     llm = Llama(path, kv=kv, n_seq_max=n_seq, kv_unified=True, **options)

@@ -1,18 +1,16 @@
-"""An engine compares stored rows with its model: before it first uses them, and while it is idle."""
+"""An engine compares stored rows with its model before it first uses them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from mixedkv import Llama
 from mixedkv.engine import Engine
-from mixedkv.engine.connect.rechecking import IdleRecheck
 from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.schedule.observer import Observer
 from mixedkv.kv.block import KVBlock
@@ -84,24 +82,6 @@ def test_before_it_is_first_used(llm: Llama, tmp_path: Path, wrong: bool) -> Non
         assert stats["n_wrong"] == wrong
 
 
-@pytest.mark.parametrize("wrong", [False, True])
-def test_while_nobody_wants_an_answer(llm: Llama, tmp_path: Path, wrong: bool) -> None:
-    _store(llm, tmp_path, wrong=wrong)
-    seen = Seen()
-    store = KVStore(tmp_path)
-    connector = StoreConnector(store)
-    with Engine(llm, connector=connector, observer=seen) as engine:
-        idle = connector._recheck
-        assert isinstance(idle, IdleRecheck)
-        problem = idle.look(Identity.of(llm))
-        assert problem is not None
-        assert bool(problem) == wrong
-        assert [bool(each) for each in seen.problems] == [wrong]
-        assert len(store.entries()) == (0 if wrong else 1)
-        assert engine.call(lambda: engine.pool.used).result() == 0  # nothing is left of it
-        assert idle.look(Identity.of(llm)) == (None if wrong else "")
-
-
 def test_it_can_be_switched_off(llm: Llama, tmp_path: Path) -> None:
     _store(llm, tmp_path, wrong=True)
     connector = StoreConnector(KVStore(tmp_path, recheck=False))
@@ -109,32 +89,3 @@ def test_it_can_be_switched_off(llm: Llama, tmp_path: Path) -> None:
         answer = engine.submit(PROMPT, max_tokens=2, temperature=0.0)
         assert answer.result()
         assert answer.job.n_cached == len(PROMPT) - 1
-    assert connector._recheck is None
-
-
-def test_rows_of_a_look_give_way_to_a_request(tmp_path: Path) -> None:
-    """A request found no cells meanwhile, and its answer ended empty."""
-    with open_llama("f16", n_ctx=256, n_batch=256, n_seq_max=4, kv_unified=True) as llm:
-        _store(llm, tmp_path, wrong=False)
-        connector = StoreConnector(KVStore(tmp_path))
-        with Engine(llm, connector=connector) as engine:
-            idle = connector._recheck
-            assert isinstance(idle, IdleRecheck)
-            call = idle._call
-            seen: list[int] = []
-
-            def interrupted(held: Any, function: Any) -> Any:
-                result = call(held, function)
-                if not seen:
-                    prompt = [1, *range(300, 500)]
-                    answer = engine.submit(prompt, max_tokens=4, temperature=0.0)
-                    assert answer.result()
-                    seen.append(answer.job.n_answer)
-                    assert engine.pool.n_evicted == 1
-                    assert not held.is_there
-                return result
-
-            idle._call = interrupted  # type: ignore[method-assign]
-            assert idle.look(Identity.of(llm)) is None
-            assert seen == [4]
-            assert not any(seq.running for seq in engine.pool.held())

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from mixedkv.bundled import model_path
-from mixedkv.engine.sample.sampling import Sampling
-from mixedkv.engine.sample.sampling_defaults import sampling_defaults
+from mixedkv.engine.sample.sampling import Sampling, sampling_defaults
 from mixedkv.model.gguf_file import read_model_file
 from support.patience import PATIENCE
 from support.sampled_model import recommending

@@ -10,9 +10,9 @@ import pytest
 
 from mixedkv._core import HotWindow
 from mixedkv.config.cut_rule import CutRule
-from mixedkv.engine.schedule.tenant_limits import TenantLimits
+from mixedkv.engine.schedule.fair_queue import TenantLimits
 from mixedkv.kv.checkpoint import Checkpoint
-from mixedkv.kv.truth import APPROXIMATE, COMPUTED, Truth
+from mixedkv.kv.rows import APPROXIMATE, COMPUTED, Truth
 from mixedkv.prompts.overflow import Gap, LongPrompt
 from mixedkv.start.checkpoints import CheckpointLimits
 from mixedkv.start.sequence import Sequence

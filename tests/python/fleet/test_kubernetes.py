@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mixedkv.server.settings import load_settings
+from mixedkv.server.settings import ServerSettings
 from support.server_support import running
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
@@ -36,7 +36,7 @@ def test_the_replicas() -> None:
     objects = read("kubernetes.yaml")
     replica, keys = containers(objects["Deployment", "mixedkv"])
     environ = {variable["name"]: variable["value"] for variable in replica["env"]}
-    settings = load_settings({}, environ=environ)
+    settings = ServerSettings.load({}, environ=environ)
     assert len(settings.model_fields_set) == len(environ)  # others are not looked at
     ports = {port["name"]: port["containerPort"] for port in replica["ports"]}
     assert (ports["http"], ports["events"]) == (settings.port, int(settings.kv_events.rpartition(":")[2]))

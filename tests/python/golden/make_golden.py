@@ -14,7 +14,7 @@ import numpy as np
 
 from mixedkv import Llama
 from mixedkv.kv.block import KVBlock, LayerRows, RowGroup, row_bytes
-from mixedkv.kv.truth import APPROXIMATE, COMPUTED, DOUBTED, FOREIGN
+from mixedkv.kv.rows import APPROXIMATE, COMPUTED, DOUBTED, FOREIGN
 from mixedkv.store import pack_kv_cache, pack_kv_cache_v2, packed_from_block
 from mixedkv.store.formats.native import VERSION, encode
 from support import zoo

@@ -12,7 +12,7 @@ import pytest
 
 from mixedkv import KVBlock, Llama, _core
 from mixedkv.engine.prompt_cache import PromptCache
-from mixedkv.kv.truth import extend_past
+from mixedkv.kv.rows import extend_past
 from mixedkv.store import Identity, KVStore
 
 OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "n_threads_batch": 1, "verbose": False}

@@ -11,12 +11,11 @@ import pytest
 from mixedkv import Llama, MixedKVConfig, UniformKV
 from mixedkv.bundled import model_path
 from mixedkv.config import KVSetting, parse_kv
-from mixedkv.config.layers import shorten
 from mixedkv.config.row_types import type_bits
 from mixedkv.model.footprint import LayerShape, ModelShape, footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.layer_plan import FINEST, LADDER, MEASURED, LayerPlan
-from mixedkv.model.settle import settle
+from mixedkv.model.settle import for_budget, settle, shorten
 
 pytestmark = pytest.mark.core
 
@@ -31,7 +30,7 @@ def shape_of(path: Path) -> ModelShape:
 def smallest(shape: ModelShape) -> int:
     """What the refusal of one byte names."""
     with pytest.raises(ValueError, match="raise the budget") as refused:
-        MixedKVConfig.for_budget(shape, N_CTX, 1)
+        for_budget(shape, N_CTX, 1)
     return int(str(refused.value).split("takes ")[1].split()[0])
 
 
@@ -43,7 +42,7 @@ def test_what_is_allocated_is_within_the_budget(zoo_path: Callable[[str], Path],
     budgets = [round(least * (1.05 * f16 / least) ** (i / 19)) for i in range(20)]
     sizes = []
     for budget in budgets:
-        kv = MixedKVConfig.for_budget(path, N_CTX, budget)
+        kv = for_budget(path, N_CTX, budget)
         said = footprint(shape, kv, N_CTX).bytes
         with Llama(path, kv=f"mixed:budget={budget}", n_ctx=N_CTX, n_threads=1, verbose=False) as llm:
             assert llm.kv.config == kv
@@ -73,10 +72,10 @@ def test_several_sequences(n_seq: int, unified: bool) -> None:
 def test_many_sequences_have_shorter_windows() -> None:
     shape = shape_of(model_path())
     with pytest.raises(ValueError, match="raise the budget") as refused:
-        MixedKVConfig.for_budget(shape, 8192, 1, n_seq=20)
+        for_budget(shape, 8192, 1, n_seq=20)
     least = int(str(refused.value).split("takes ")[1].split()[0])
     wanted = (1, 1.05, 1.15, 1.43)
-    chosen = [MixedKVConfig.for_budget(shape, 8192, round(least * x), n_seq=20) for x in wanted]
+    chosen = [for_budget(shape, 8192, round(least * x), n_seq=20) for x in wanted]
     windows = [kv.window.threshold for kv in chosen]
     assert windows == sorted(windows)
     assert (windows[0], windows[-1]) == (0, 64)
@@ -94,7 +93,7 @@ def test_bits_go_to_keys_then_to_values_then_to_the_window() -> None:
     element = 4 * 2 * 128 * 8192 // 8  # bytes of a bit of all elements
 
     def chosen(bits: float) -> KVSetting:
-        return MixedKVConfig.for_budget(shape, 8192, int(bits * element), sink_tokens=2)
+        return for_budget(shape, 8192, int(bits * element), sink_tokens=2)
 
     assert str(chosen(4.38)) == "mixed:cold_k=lm4,cold_v=tc3,sinks=2,layers=2-3:q5_0/tc3"
     assert str(chosen(5.5)) == "mixed:cold_k=q5_0,cold_v=lm4,sinks=2,layers=3:q8_0/lm4"
@@ -102,9 +101,9 @@ def test_bits_go_to_keys_then_to_values_then_to_the_window() -> None:
     assert chosen(8.8).types_of(3) == (FINEST, FINEST)
     assert chosen(8.8).window.threshold < chosen(10).window.threshold < chosen(14).window.threshold
     assert chosen(16) == UniformKV()
-    odd = MixedKVConfig.for_budget(layers_of(96, 4), 8192, int(1.5 * 4.8 * element))
+    odd = for_budget(layers_of(96, 4), 8192, int(1.5 * 4.8 * element))
     assert odd.types_of(1) == ("q4_0", "q4_0"), "heads that lm4 does not divide"
-    wide = MixedKVConfig.for_budget(shape, 8192, int(4.2 * element), quantization_threshold=512)
+    wide = for_budget(shape, 8192, int(4.2 * element), quantization_threshold=512)
     assert wide.window.threshold == 256  # 512 does not fit, half of it does
 
 
@@ -117,7 +116,7 @@ def test_shares_choose_the_layers() -> None:
     divergence = [plan.divergence(n) for n in range(len(plan) + 1)]
     assert divergence == sorted(divergence, reverse=True)
     budget = footprint(shape, parse_kv("mixed:cold=q5_0"), 4096).bytes
-    kv = MixedKVConfig.for_budget(shape, 4096, budget, shares=shares)  # type: ignore[arg-type]
+    kv = for_budget(shape, 4096, budget, shares=shares)  # type: ignore[arg-type]
     assert kv.types_of(2)[1] == "q8_0"
     with pytest.raises(ValueError, match="no share was measured for K of layer 2, V of layer 2"):
         LayerPlan(shape, {(il, part): 1.0 for il in range(2) for part in ("k", "v")})  # type: ignore[misc]

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from mixedkv.cli import main
-from mixedkv.config import MixedKVConfig, parse_kv
+from mixedkv.config import parse_kv
 from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
+from mixedkv.model.settle import for_budget
 
 N_CTX = 512
 
@@ -48,6 +49,6 @@ def test_a_budget_spends_no_worse_than_one_type(real_model: Path, tmp_path: Path
     uniform = parse_kv("mixed:cold=lm4")
     element = sum(layer.n_embd_k + layer.n_embd_v for layer in shape.layers) * N_CTX // 8
     budget = footprint(shape, uniform, N_CTX).bytes + element // 4  # 4.5 bits
-    chosen = MixedKVConfig.for_budget(real_model, N_CTX, budget)
+    chosen = for_budget(real_model, N_CTX, budget)
     planned, lm4 = divergences(real_model, tmp_path, str(chosen), str(uniform))
     assert planned <= 1.1 * lm4

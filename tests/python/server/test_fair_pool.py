@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mixedkv.engine.schedule.tenant_limits import TenantLimits
+from mixedkv.engine.schedule.fair_queue import TenantLimits
 from mixedkv.server.pools import FairPool, Pools
 from support.patience import PATIENCE, wait_for
 

@@ -10,7 +10,7 @@ import pytest
 from mixedkv.bundled import model_path
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.server.models import served_models
-from mixedkv.server.router.child_settings import child_settings
+from mixedkv.server.router.model_process import child_settings
 from mixedkv.server.settings import ServerSettings
 
 BUNDLED = str(model_path())

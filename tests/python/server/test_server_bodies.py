@@ -19,7 +19,7 @@ import pytest
 from mixedkv.server.api.fields import MAX_MESSAGES
 from mixedkv.server.api.schemas import ChatRequest, CompletionRequest
 from mixedkv.server.api_error import ApiError
-from mixedkv.server.http.body_parser import BodyParser, parse
+from mixedkv.server.http.json_body import BodyParser, parse
 from mixedkv.server.pools import LARGE
 from support.patience import PATIENCE
 from support.server_support import MODEL, Server, running

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.server.listening import listen
+from mixedkv.server.http_server import listen
 from mixedkv.server.settings import ServerSettings
 from support.server_support import MODEL, Server, running
 

@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from mixedkv.doors.tls import TLS
-from mixedkv.server.settings import load_settings
+from mixedkv.server.settings import ServerSettings
 from support.patience import PATIENCE, wait_for
 from support.server_support import MODEL, Server, running
 
@@ -195,4 +195,4 @@ def test_a_root_path_is_served_with_and_without() -> None:
 @pytest.mark.parametrize("path", ["llm", "/", "/llm/", "/l m", "//llm", "/../x?"])
 def test_a_root_path_that_is_none_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match="begin with a slash"):
-        load_settings({"root_path": path}, environ={})
+        ServerSettings.load({"root_path": path}, environ={})

@@ -22,7 +22,7 @@ from mixedkv.bundled.corpus import make_recall
 from mixedkv.chunks.deviation import last_logits
 from mixedkv.server.engines import speculation_of
 from mixedkv.server.models import served_models
-from mixedkv.server.settings import ServerSettings, load_settings
+from mixedkv.server.settings import ServerSettings
 from support.adapters import write_adapter
 from support.patience import wait_for
 from support.server_support import MODEL, Server, running
@@ -302,7 +302,7 @@ def test_names_are_read(tmp_path: Path) -> None:
     odd = tmp_path / "odd=name.gguf"
     odd.touch()
     assert served_models(settings(model=str(odd)))[0].path == odd
-    several = load_settings({}, environ={"MIXEDKV_MODEL": "a.gguf:b.gguf", "MIXEDKV_LORA": "c=d.gguf"})
+    several = ServerSettings.load({}, environ={"MIXEDKV_MODEL": "a.gguf:b.gguf", "MIXEDKV_LORA": "c=d.gguf"})
     assert [each.name for each in served_models(several)] == ["a", "c", "b"]
 
 

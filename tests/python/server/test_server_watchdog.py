@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mixedkv.engine import step_watch
-from mixedkv.engine.step_watch import StepWatch
-from mixedkv.server.watchdog import EXIT_CODE
+from mixedkv.server import watchdog
+from mixedkv.server.watchdog import EXIT_CODE, StepWatch
 from support.patience import PATIENCE, wait_for
 from support.server_support import Server
 
@@ -79,7 +78,7 @@ def test_a_stuck_server_ends_for_its_supervisor(server: Server, planted: Path) -
 def test_patience_is_twice_the_slowest_step_and_a_minute_at_least() -> None:
     steps = Steps()
     watch = StepWatch(steps)
-    assert watch.patience == step_watch.LEAST_SECONDS == 60
+    assert watch.patience == watchdog.LEAST_SECONDS == 60
     steps.slowest_step_seconds = 100.0
     assert watch.patience == 200
     for _ in range(199):

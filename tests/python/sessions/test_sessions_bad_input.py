@@ -13,7 +13,7 @@ import pytest
 from pydantic import ValidationError
 
 from mixedkv.sessions import ContextCacheManager, CreateContextCacheRequest
-from mixedkv.sessions.metadata_url import open_metadata
+from mixedkv.sessions.manager import open_metadata
 from mixedkv.sessions.records import CreateCacheResponse, explain
 
 

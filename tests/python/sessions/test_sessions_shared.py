@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager
+from mixedkv.sessions.manager import open_metadata
 from mixedkv.sessions.metadata import Key
-from mixedkv.sessions.metadata_url import open_metadata
 from mixedkv.sessions.records import CreateCacheResponse
 from support.patience import PATIENCE
 from support.session_support import Clock, Entries, code, created, empty, wanted

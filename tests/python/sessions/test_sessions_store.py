@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager
-from mixedkv.sessions.metadata import Key
-from mixedkv.sessions.metadata_url import beside, open_metadata
+from mixedkv.sessions.manager import open_metadata
+from mixedkv.sessions.metadata import Key, beside
+from mixedkv.sessions.metadata_sqlite import reseal
 from mixedkv.sessions.record_codec import PLAIN, RecordCodec
-from mixedkv.sessions.reseal import reseal
 from mixedkv.store import KVStore
 from mixedkv.store.encryption import KeyCipher
 from support.session_support import code, created, wanted

@@ -17,8 +17,7 @@ from mixedkv.split import wire
 from mixedkv.split.client import SplitClient, SplitSession
 from mixedkv.split.export import Exported
 from mixedkv.split.head import Head
-from mixedkv.split.session_file import SessionFile
-from mixedkv.split.session_key import Unwrapper, new_key, wrap
+from mixedkv.split.session_key import SessionFile, Unwrapper, new_key, wrap
 from mixedkv.store import KVStore
 from support import split_support
 

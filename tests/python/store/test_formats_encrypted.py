@@ -25,7 +25,7 @@ from mixedkv.store.encryption import (
     encrypted_size,
     parse_key_source,
 )
-from mixedkv.store.entry_error import EntryError
+from mixedkv.store.entry_row import EntryError
 
 pytestmark = pytest.mark.core
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from mixedkv.store.entry_error import EntryError
+from mixedkv.store.entry_row import EntryError
 from mixedkv.store.formats.native import decode, encode
 from support.store_support import make_block, same
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mixedkv.kv.truth import COMPUTED, DOUBTED
+from mixedkv.kv.rows import COMPUTED, DOUBTED
 from mixedkv.store import KVStore
 from mixedkv.store.lookup import worth_building_on
 from support.store_support import identity, make_block

@@ -16,7 +16,7 @@ import pytest
 
 from mixedkv.store import KVStore
 from mixedkv.store.encryption import HEADER
-from mixedkv.store.entry_error import REASONS
+from mixedkv.store.entry_row import REASONS
 from support.store_support import identity, make_block, put_chain, same
 
 WHO = identity()

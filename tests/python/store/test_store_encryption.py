@@ -10,7 +10,7 @@ import pytest
 
 from mixedkv.store import KVStore, encrypt_plain, key_from_file, rekey
 from mixedkv.store.encryption import KeyCipher, decrypt
-from mixedkv.store.entry_error import EntryError
+from mixedkv.store.entry_row import EntryError
 from mixedkv.store.index import Index
 from mixedkv.store.lookup import key_context
 from support.store_support import identity, make_block, put_chain, same

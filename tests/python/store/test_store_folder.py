@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from mixedkv.sessions.metadata_url import beside, open_metadata
+from mixedkv.sessions.manager import open_metadata
+from mixedkv.sessions.metadata import beside
 from mixedkv.store import KVStore
-from mixedkv.store.full_disk import FullDisk
-from mixedkv.store.tiers.disk import DiskTier
+from mixedkv.store.tiers.disk import DiskTier, FullDisk
 from support.store_support import identity, make_block
 
 WHO = identity()

@@ -20,7 +20,6 @@ import pytest
 from mixedkv.store import KVStore, rekey
 from mixedkv.store.remote import listing, tier
 from mixedkv.store.remote.listing import PIECE
-from mixedkv.store.remote.redis_server import RedisBackend
 from support import TESTS
 from support.patience import PATIENCE, wait_for
 from support.remote_servers import PATIENT, Line, redis_server, redis_url, s3_server, s3_url
@@ -204,20 +203,6 @@ def test_others_find_nothing(remote: Callable[..., str], change: str) -> None:
         match = one.find(WHO, TOKENS)
         assert match is not None
         assert one.read(match) is not None
-
-
-def test_other_settings_are_told_once(remote: Callable[..., str], caplog: pytest.LogCaptureFixture) -> None:
-    write(remote())
-    with caplog.at_level(logging.WARNING), open_store(remote(), key=b"o" * 32) as other:
-        for _ in range(3):
-            other.find(identity("q8_0", llama_cpp="newer"), TOKENS)
-    told = [record.getMessage() for record in caplog.records if "other settings" in record.getMessage()]
-    assert len(told) == 1
-    assert "key, kv, llama_cpp;" in told[0]
-    caplog.clear()
-    with open_store(remote(), key=b"o" * 32) as same_again:
-        same_again.find(identity("q8_0", llama_cpp="newer"), TOKENS)
-    assert "other settings" not in caplog.text
 
 
 def test_nothing_leaves_in_plain_text(redis_port: int) -> None:
@@ -476,14 +461,14 @@ def test_who_takes_over_the_same_leaves_the_others_file(redis_port: int, tmp_pat
     write(url)
     both = threading.Barrier(2)
     with open_store(url, tmp_path) as one, open_store(url, tmp_path) as other:
-        fetch = RedisBackend.fetch
+        pieces = tier.RemoteTier._pieces
         with pytest.MonkeyPatch.context() as patch:
 
-            def slowly(self: Any, values: Any, until: float) -> Any:
+            def slowly(self: Any, wanted: Any, until: float) -> Any:
                 both.wait(PATIENCE)
-                return fetch(self, values, until)
+                return pieces(self, wanted, until)
 
-            patch.setattr(RedisBackend, "fetch", slowly)
+            patch.setattr(tier.RemoteTier, "_pieces", slowly)
             with ThreadPoolExecutor() as pool:
                 found = list(pool.map(lambda store: store.find(WHO, TOKENS), (one, other)))
         assert [match and match.n_tokens for match in found] == [200, 200]
@@ -530,13 +515,3 @@ def test_a_closed_store_misses(redis_port: int) -> None:
     store = open_store(redis_url(redis_port))
     store.close()
     assert store.find(WHO, TOKENS) is None
-
-
-def test_what_another_noted_of_itself_may_be_anything(redis_port: int) -> None:
-    client(redis_port).flushall()
-    url = redis_url(redis_port)
-    write(url)
-    (noted,) = client(redis_port).keys("mixedkv:who/*")
-    client(redis_port).set(noted, b"[" * 200_000)
-    with open_store(url) as store:
-        assert store.find(WHO, TOKENS) is not None

@@ -161,9 +161,7 @@ class Bench:
             )  # fmt: skip
             connector: Any = None
             if "chunks" in features:
-                connector = ChunkConnector(
-                    KVStore(None), chunk_size=32, repair="seam", check=0.0, max_kld=99.0
-                )
+                connector = ChunkConnector(KVStore(None), chunk_size=32, repair="seam")
             elif features & {"store", "sessions"}:
                 connector = StoreConnector(KVStore(None))
             self.connector = connector

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from mixedkv.server.settings import load_settings
+from mixedkv.server.settings import ServerSettings
 from support import TESTS
 from support.feature_cross import FEATURES, Table, pairs
 
@@ -113,7 +113,7 @@ def without_models() -> Iterator[str]:
 
 def _refusal(given: dict[str, object]) -> str:
     try:
-        load_settings(given, environ={})
+        ServerSettings.load(given, environ={})
     except ValueError as error:
         return str(error)
     raise AssertionError(f"a server takes {given}")

@@ -349,7 +349,7 @@ class Ctx:
         return np.asarray(data), np.asarray(positions), np.asarray(hot).astype(bool)
 
     def short_from(self, seq: int = 0) -> int:
-        """First position that was evaluated without F16 rows which had made room for others; -1: none."""
+        """First position that was evaluated without an F16 row of its window; -1: none."""
         from mixedkv import _core
 
         return _core.short_from(self.address)[seq]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from mixedkv.kv.block import KVBlock, LayerRows, RowGroup, row_bytes
-from mixedkv.kv.truth import COMPUTED, all_of
+from mixedkv.kv.rows import COMPUTED, all_of
 from mixedkv.store import Identity, KVStore
 
 N_HEAD_KV, HEAD = 2, 32

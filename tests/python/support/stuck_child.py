@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from mixedkv.cli.main import main
-from mixedkv.engine import step_watch
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.server import watchdog
 
@@ -27,6 +26,6 @@ def admit_for_ever(self: Scheduler[Any]) -> None:
 
 if __name__ == "__main__":
     Scheduler.admit = admit_for_ever  # type: ignore[method-assign]
-    step_watch.LEAST_SECONDS = step_watch.FIRST_SECONDS = 1.0
+    watchdog.LEAST_SECONDS = watchdog.FIRST_SECONDS = 1.0
     watchdog.TICK_SECONDS = 0.1
     sys.exit(main(["serve", *sys.argv[2:]]))

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.engine.jobs.job import Job
-from mixedkv.engine.sample.prompt_logprobs import PromptLogprobs
+from mixedkv.engine.sample.sampler import PromptLogprobs
 from mixedkv.engine.schedule.contract import Run
 from mixedkv.kv.cache import KVCache
 from mixedkv.native.batch import NativeBatch, decode

@@ -10,7 +10,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.engine.jobs.events import Event
+from mixedkv.engine.jobs.answer_state import Event
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.engine.schedule.request import Request

@@ -26,8 +26,7 @@ from mixedkv.limits import INT32_MAX
 from mixedkv.llama import NO_VOCABULARY, Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.templates import syntax_error
-from mixedkv.prompts.message_starts import message_starts
-from mixedkv.prompts.overflow import Places
+from mixedkv.prompts.overflow import Places, message_starts
 from mixedkv.tokens import Tokens
 
 Messages = Sequence[Mapping[str, Any]]
@@ -381,8 +380,3 @@ def _make_formatter(chat_format: str, template: str, bos: str, eos: str) -> Any:
     if error := syntax_error(template):
         raise ValueError(f"chat_template: it does not parse: {error}")
     return llama_chat_format.Jinja2ChatFormatter(template=template, eos_token=eos, bos_token=bos)
-
-
-def silence() -> None:
-    """Drop llama.cpp's log: errors reach clients as answers, and some log lines repeat a prompt's text."""
-    _llama_cpp.silence_log()

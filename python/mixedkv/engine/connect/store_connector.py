@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mixedkv.engine.connect.kv_connector import ConnectedEngine
-from mixedkv.engine.connect.rechecking import IdleRecheck
 from mixedkv.engine.connect.stored_rows import SequenceRows, StoredRows
 from mixedkv.engine.jobs.job import Job
 from mixedkv.errors import ClosedError
@@ -82,15 +81,12 @@ class StoreConnector:
         self._closed, self._asking = False, threading.Lock()
         self._n_unstored = 0
         self._threads: list[threading.Thread] = []
-        self._recheck: IdleRecheck | None = None
 
     def attach(self, engine: ConnectedEngine) -> None:
         """Begin the threads that fetch and offload KV; the engine calls it once."""
         self._engine = engine
         self._rows = StoredRows(engine)
         self._identity("")  # fail now if the model's file cannot be read
-        if self.store.recheck.on:
-            self._recheck = IdleRecheck(engine, self.store, self._rows, self._known)
         self._begin("mixedkv-offload", self._finished, self._put, self._stored)
         self._begin("mixedkv-fetch", self._wanted, self._fetch, lambda wanted: engine.ready(wanted.job))
 
@@ -106,9 +102,6 @@ class StoreConnector:
         thread.start()
 
     # --- the engine's hooks ---
-
-    def evaluated(self, job: Job, index: int) -> None:
-        """Do nothing: rows are stored when the job is done."""
 
     def flush(self) -> None:
         """Wait until the rows of all finished jobs are stored."""
@@ -166,8 +159,6 @@ class StoreConnector:
 
     def close(self) -> None:
         """Store the waiting jobs, then close the store unless others use it."""
-        if self._recheck is not None:
-            self._recheck.close()
         self._finished.put(None)
         with self._asking:
             self._closed = True
@@ -207,10 +198,6 @@ class StoreConnector:
             if tenant not in self._identities:
                 self._identities[tenant] = Identity.of(self._engine.llm, tenant=tenant)
             return self._identities[tenant]
-
-    def _known(self) -> list[Identity]:
-        with self._identity_lock:
-            return list(self._identities.values())
 
     def _fetch(self, wanted: Wanted) -> None:
         if wanted.job.cancelled:

@@ -12,9 +12,8 @@ import numpy as np
 
 from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece, Vectors
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.schedule.fair_queue import Service
+from mixedkv.engine.schedule.fair_queue import Limits, Service, unlimited
 from mixedkv.engine.schedule.pacing import SLOWDOWN, Pace
-from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
 from mixedkv.errors import ClosedError, EngineError, ModelChangedError, QueueFullError
 from mixedkv.limits import MAX_SEQUENCES
 

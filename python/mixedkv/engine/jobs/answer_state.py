@@ -1,14 +1,14 @@
-"""The state of one answer: its sampler and what follows its text."""
+"""The state of one answer: its sampler, what follows its text, and the events it is delivered as."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from mixedkv.engine.constrain.constraint import Matcher
 from mixedkv.engine.jobs.drafter import Drafter
-from mixedkv.engine.jobs.events import Delta, Done
-from mixedkv.engine.sample.prompt_logprobs import PromptLogprobs
-from mixedkv.engine.sample.sampler import Sampler, TokenLogprob
+from mixedkv.engine.sample.sampler import PromptLogprobs, Sampler, TokenLogprob
 from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.text.detokenizer import TextStream
 from mixedkv.engine.text.thought import Thought
@@ -100,3 +100,35 @@ class CallTrigger:
             return None
         matcher, self._matcher = self._matcher, None
         return matcher if matcher.follow(self._text[begin:]) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The next piece of an answer's text, and the tokens that end in it."""
+
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    last: ClassVar = False
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end of an answer, with the text that was not delivered yet.
+
+    `reason` is OpenAI's finish_reason: "stop", or "length" when max_tokens or the context is used up.
+    """
+
+    reason: str
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    last: ClassVar = True
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The answer cannot be finished."""
+
+    error: Exception
+
+
+Event = Delta | Done | Failed

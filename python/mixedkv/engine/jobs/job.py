@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from mixedkv.engine.jobs.answer_state import AnswerState
-from mixedkv.engine.jobs.events import Done, Event
+from mixedkv.engine.jobs.answer_state import AnswerState, Done, Event
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request
 from mixedkv.start.sequence import Sequence

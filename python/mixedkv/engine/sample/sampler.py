@@ -1,9 +1,9 @@
-"""Chooses the next token with llama.cpp's samplers, one chain per answer."""
+"""Chooses the next token with llama.cpp's samplers, one chain per answer, and scores prompts."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from mixedkv.engine.constrain.constraint import Matcher
 from mixedkv.engine.sample.sampling import Sampling
+from mixedkv.tokens import Tokens
 
 _REPEAT_LAST_N = 64  # llama.cpp's window of repeat_penalty, prompt included
 _MIROSTAT_M = 100  # llama.cpp's, of version 1
@@ -259,3 +260,38 @@ def _bias(n_vocab: int, logit_bias: tuple[tuple[int, float], ...]) -> Any:
     for entry, (token, bias) in zip(array, logit_bias, strict=True):
         entry.token, entry.bias = token, bias
     return llama_cpp.llama_sampler_init_logit_bias(n_vocab, len(logit_bias), array)
+
+
+_MAX_LOGITS = 1 << 24  # logits that llama.cpp may hold for one step: 64 MB
+
+
+class PromptLogprobs:
+    """Log probabilities of one prompt, gathered as it is evaluated from its first token on.
+
+    Args:
+        prompt: token ids.
+        n_top: how many of the likeliest tokens to return at each position.
+
+    Attributes:
+        most: maximum number of tokens in one step.
+        found: the log probabilities of the tokens from the second one on, each with the token's rank by
+            probability, from 1.
+    """
+
+    def __init__(self, prompt: Sequence[int] | Tokens, n_top: int, n_vocab: int) -> None:
+        self._prompt, self._n_top, self._n_vocab = np.asarray(prompt).tolist(), n_top, n_vocab
+        self.most = max(1, _MAX_LOGITS // n_vocab)
+        self.found: list[tuple[TokenLogprob, int]] = []
+
+    def wants(self, p0: int) -> bool:
+        """Return whether log probabilities of positions from `p0` on are still missing."""
+        return p0 < len(self._prompt) - 1
+
+    def take(self, context: Any, index: int, p0: int, n: int) -> None:
+        """Read the logits of the prompt's positions p0 to p0 + n, which are in the batch from `index` on.
+        Known positions are skipped, since a job that lost its rows evaluates them again.
+        """
+        for p in range(max(p0, len(self.found)), min(p0 + n, len(self._prompt) - 1)):
+            row, token = logits_row(context, index + p - p0, self._n_vocab), self._prompt[p + 1]
+            logprob = logprob_of(row, token, self._n_top)
+            self.found.append((logprob, int((row > row[token]).sum()) + 1))

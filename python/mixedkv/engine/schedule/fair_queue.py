@@ -7,11 +7,11 @@ tenant with the fewest steps for its weight. docs/decisions/013-fair-shares.md h
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Generic
 
 from mixedkv.engine.schedule.contract import P
-from mixedkv.engine.schedule.tenant_limits import Limits
 
 _TURN = 16  # steps before a place may change hands; fewer mean more pauses
 
@@ -115,3 +115,29 @@ class FairQueue(Generic[P]):
             self._service.join(tenant, self._queues)
             self._queues[tenant] = deque()
         return self._queues[tenant]
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """Limits of a tenant, and its weight beside others.
+
+    Attributes:
+        weight: its share when other tenants are waiting too.
+        running: maximum number of answers at a time; None for no limit.
+        queued: maximum number of waiting jobs; None for the engine's max_queue.
+        kept: maximum number of kept prefixes, which are evicted last; None for an equal share.
+    """
+
+    weight: int = 1
+    running: int | None = None
+    queued: int | None = None
+    kept: int | None = None
+
+
+Limits = Callable[[str], TenantLimits]
+_NONE = TenantLimits()
+
+
+def unlimited(tenant: str) -> TenantLimits:
+    """Return limits under which all tenants are equal."""
+    return _NONE

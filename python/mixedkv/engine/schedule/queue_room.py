@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from mixedkv.engine.schedule.fair_queue import Limits
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.scheduler import Scheduler
-from mixedkv.engine.schedule.tenant_limits import Limits
 from mixedkv.errors import QueueFullError
 
 

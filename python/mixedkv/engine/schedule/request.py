@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from mixedkv.chunks.chunk_choice import ChunkChoice
+from mixedkv.chunks.chunk_reuse import ChunkChoice
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.text.thought import ThoughtTags
 from mixedkv.images.picture import Picture

@@ -9,10 +9,9 @@ from dataclasses import replace
 from typing import Generic
 
 from mixedkv.engine.schedule.contract import P, Run, StepPlan
-from mixedkv.engine.schedule.fair_queue import FairQueue, Service
+from mixedkv.engine.schedule.fair_queue import FairQueue, Limits, Service, unlimited
 from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.schedule.pacing import Pace, share
-from mixedkv.engine.schedule.tenant_limits import Limits, unlimited
 from mixedkv.start.checkpoints import places
 from mixedkv.start.sequence import Sequence
 from mixedkv.start.sequences import NO_MATCH, SequenceMatch, SequencePool, is_better

@@ -18,9 +18,8 @@ from mixedkv.ids import new_id
 from mixedkv.server.api.chat_message import Message
 from mixedkv.server.api.fields import place
 from mixedkv.server.api.generation import constraint_of, context_tokens, make_jobs, slides
-from mixedkv.server.api.rendering import chat_of, render
+from mixedkv.server.api.rendering import chat_of, choice_of, render
 from mixedkv.server.api.schemas import ChatFields, ChatRequest
-from mixedkv.server.api.tools import choice_of
 from mixedkv.server.api_error import bad_request
 from mixedkv.server.state import ServerState
 from mixedkv.sessions import CacheSessionMetadata

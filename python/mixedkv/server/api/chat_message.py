@@ -9,7 +9,6 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from mixedkv.images.picture import MARK
 from mixedkv.server.api.fields import (
-    IGNORED,
     LIST,
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -21,6 +20,7 @@ from mixedkv.server.api.fields import (
     Name,
     Text,
 )
+from mixedkv.server.unknown_fields import IGNORED
 
 _IMAGES = ("image", "image_url", "input_image")
 _MEDIA = ("image", "audio", "video", "file", "document")

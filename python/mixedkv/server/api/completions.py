@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mixedkv.engine.jobs.events import Delta, Done
+from mixedkv.engine.jobs.answer_state import Delta, Done
 from mixedkv.engine.jobs.job import Job
-from mixedkv.ids import new_id
 from mixedkv.server.api.generation import (
+    OpenAIAnswer,
     constraint_of,
     context_tokens,
     make_jobs,
-    prompt_progress,
     slides,
     usage,
 )
 from mixedkv.server.api.growing import Turn, check_version, respond_with
 from mixedkv.server.api.logprobs import CompletionLogprobs, joined, prompt_logprobs
 from mixedkv.server.api.schemas import CompletionRequest
-from mixedkv.server.api.sse import DONE, PING, Template, sse
-from mixedkv.server.api_error import ApiError, prompt_error
+from mixedkv.server.api.sse import sse
+from mixedkv.server.api_error import prompt_error
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import ServerState, find_session, model_of, read_prompt, tenant
 from mixedkv.sessions import CacheSessionMetadata
@@ -81,46 +79,38 @@ def completion_jobs(
     )
 
 
-class _Answer:
+class _Answer(OpenAIAnswer):
     """Builds OpenAI's objects for the answer to one request.
 
     Args:
         tells_prompt: `prompt_logprobs` were asked for.
     """
 
+    chunk = "text_completion"
+    _body: CompletionRequest
+
     def __init__(
         self, server: ServerState, body: CompletionRequest, jobs: list[Job], *, tells_prompt: bool
     ) -> None:
-        self._server, self._body, self._jobs = server, body, jobs
+        super().__init__(server, body, jobs, "cmpl")
         self._tells_prompt = tells_prompt
-        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
-        self._n = body.n or 1
-        pieces = server.engine.detokenizer
         self._echoes_logprobs = bool(body.echo) and body.logprobs is not None
         self._echoed: set[int] = set()  # choices whose prompt was told, with its log probabilities
-        self._logprobs = [CompletionLogprobs(pieces, 0) for _ in jobs]
-        self._templates: dict[int, Template] = {}
-        self._head = {
-            "id": new_id("cmpl"),
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": server.model_name,
-            "system_fingerprint": server.fingerprint,
-        }
+        self._logprobs = [CompletionLogprobs(self._pieces, 0) for _ in jobs]
 
     def whole(self, ends: list[Done]) -> dict[str, Any]:
         choices = [
             {**self._choice(i, end, self._echo(i) + end.text, end.reason), **self._of_prompt(i)}
             for i, end in enumerate(ends)
         ]
-        return {**self._head, "choices": choices, "usage": self._usage()}
+        return {**self._head, "choices": choices, "usage": usage(self._jobs, self._n)}
 
     def _of_prompt(self, i: int) -> dict[str, Any]:
         """Return the log probabilities of the prompt of a choice, which its first choice has."""
         if not self._tells_prompt:
             return {}
         first = self._jobs[i - i % self._n]
-        return prompt_logprobs(self._server.engine.detokenizer, first.answer.prompt_logprobs)
+        return prompt_logprobs(self._pieces, first.answer.prompt_logprobs)
 
     def first(self) -> bytes:
         """Return the events with the echoed prompts. Their log probabilities come later, and they with
@@ -139,26 +129,8 @@ class _Answer:
             return self._template(i)(event.text)
         return sse(self._chunk(self._choice(i, event, text, getattr(event, "reason", None))))
 
-    def idle(self) -> bytes:
-        progress = prompt_progress(self._jobs[0]) if self._body.return_progress else None
-        if progress is None:
-            return PING
-        choice = {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
-        return sse({**self._chunk(choice), "prompt_progress": progress})
-
-    def failed(self, error: ApiError) -> bytes:
-        return sse(error.body())
-
-    def last(self) -> bytes:
-        if not self._include_usage:
-            return DONE
-        return sse({**self._head, "choices": [], "usage": self._usage()}) + DONE
-
-    def _template(self, i: int) -> Template:
-        if i not in self._templates:
-            choice = {"index": i, "text": Template.MARK, "logprobs": None, "finish_reason": None}
-            self._templates[i] = Template(self._chunk(choice))
-        return self._templates[i]
+    def _choice_of(self, i: int, text: str) -> dict[str, Any]:
+        return {"index": i, "text": text, "logprobs": None, "finish_reason": None}
 
     def _choice(self, i: int, event: Delta | Done, text: str, reason: str | None) -> dict[str, Any]:
         logprobs = None
@@ -177,17 +149,10 @@ class _Answer:
         found = first.answer.prompt_logprobs.found if first.answer.prompt_logprobs is not None else []
         return self._logprobs[i].of_prompt(first.prompt.tolist(), [each for each, _ in found])
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        chunk = {**self._head, "choices": [choice]}
-        return {**chunk, "usage": None} if self._include_usage else chunk
-
     def _echo(self, i: int) -> str:
         if not self._body.echo:
             return ""
         prompt = self._body.prompts[i // self._n]
         if isinstance(prompt, str):
             return prompt
-        return b"".join(self._server.engine.detokenizer[token] for token in prompt).decode("utf-8", "replace")
-
-    def _usage(self) -> dict[str, Any]:
-        return usage(self._jobs, self._n)
+        return b"".join(self._pieces[token] for token in prompt).decode("utf-8", "replace")

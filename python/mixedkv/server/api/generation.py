@@ -1,4 +1,4 @@
-"""Makes jobs from the body of a request, and reports on them for both completion endpoints."""
+"""Makes jobs from the body of a request, and what OpenAI's two endpoints have in common of their answers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from mixedkv.chunks.chunk_choice import ChunkChoice
+from mixedkv.chunks.chunk_reuse import ChunkChoice
 from mixedkv.engine.chat.chat_template import Chat, RenderedChat
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ContextLengthError
+from mixedkv.ids import new_id
 from mixedkv.images.picture import PromptImage
 from mixedkv.server.api.schemas import GenerationFields
+from mixedkv.server.api.sse import DONE, PING, SentAnswer, Template, sse
 from mixedkv.server.api_error import ApiError, bad_request, from_engine
 from mixedkv.server.state import ServerState
 from mixedkv.sessions import CacheSessionMetadata
@@ -186,6 +188,53 @@ def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
         **({"completion_tokens_details": details} if details else {}),
         **({"dropped_tokens": dropped} if dropped else {}),
     }
+
+
+class OpenAIAnswer(SentAnswer):
+    """The part of a stream that both of OpenAI's endpoints have.
+
+    Args:
+        prefix: of the answer's id.
+    """
+
+    chunk = ""  # `object` of a part of a stream
+
+    def __init__(self, server: ServerState, body: GenerationFields, jobs: Sequence[Job], prefix: str) -> None:
+        self._server, self._body, self._jobs = server, body, jobs
+        self._n, self._pieces = body.n or 1, server.engine.detokenizer
+        self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._templates: dict[int, Template] = {}
+        self._head = {
+            "id": new_id(prefix),
+            "object": self.chunk,
+            "created": int(time.time()),
+            "model": server.model_name,
+            "system_fingerprint": server.fingerprint,
+        }
+
+    def _choice_of(self, i: int, text: str) -> dict[str, Any]:
+        """Return a choice of a stream that has only text."""
+        raise NotImplementedError
+
+    def _template(self, i: int) -> Template:
+        if i not in self._templates:
+            self._templates[i] = Template(self._chunk(self._choice_of(i, Template.MARK)))
+        return self._templates[i]
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._head, "choices": [choice]}
+        return {**chunk, "usage": None} if self._include_usage else chunk
+
+    def idle(self) -> bytes:
+        progress = prompt_progress(self._jobs[0]) if self._body.return_progress else None
+        if progress is None:
+            return PING
+        return sse({**self._chunk(self._choice_of(0, "")), "prompt_progress": progress})
+
+    def last(self) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return sse({**self._head, "choices": [], "usage": usage(self._jobs, self._n)}) + DONE
 
 
 def _approximate(jobs: Sequence[Job]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.text.answer_reader import ReadAnswer
 from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.server.api.chat_jobs import message_of
-from mixedkv.server.api.tools import call_json
+from mixedkv.server.api.rendering import call_json
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import ServerState, server_state, tenant

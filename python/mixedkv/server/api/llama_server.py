@@ -1,4 +1,4 @@
-"""The API of llama-server: its requests, /completion and what goes with it."""
+"""The API of llama-server: its requests, /completion, /tokenize and what goes with them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,23 @@ from starlette.responses import JSONResponse, Response
 
 from mixedkv import __version__
 from mixedkv.engine.constrain.constraint_text import Constraint
-from mixedkv.engine.jobs.events import Delta, Done
+from mixedkv.engine.jobs.answer_state import Delta, Done
 from mixedkv.engine.jobs.job import Job
 from mixedkv.limits import INT32_MAX
 from mixedkv.server.api.fields import MAX_FIELDS, Few, Finite, Model, Name, Text
 from mixedkv.server.api.generation import constraint_of, make_jobs, prompt_progress, slides
 from mixedkv.server.api.logprobs import chat_logprobs, prompt_logprobs
-from mixedkv.server.api.respond import respond
-from mixedkv.server.api.schemas import GenerationFields, Prompt, prompts_of
-from mixedkv.server.api.sse import PING, sse
-from mixedkv.server.api_error import ApiError, prompt_error
+from mixedkv.server.api.rendering import chat_of, rendered_text
+from mixedkv.server.api.schemas import (
+    ApplyTemplateRequest,
+    DetokenizeRequest,
+    GenerationFields,
+    Prompt,
+    TokenizeRequest,
+    prompts_of,
+)
+from mixedkv.server.api.sse import PING, SentAnswer, respond, sse
+from mixedkv.server.api_error import bad_request, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import ServerState, model_of, read_prompt, tenant
 
@@ -191,7 +198,7 @@ def _schema(body: LlamaServerFields) -> Constraint | None:
     return Constraint("json_schema", json.dumps(body.json_schema), "json_schema")
 
 
-class _Answer:
+class _Answer(SentAnswer):
     """Builds llama-server's objects for the answer to one request, which has `several` prompts or one."""
 
     def __init__(
@@ -204,21 +211,12 @@ class _Answer:
         answers = [self._end(i, end) for i, end in enumerate(ends)]
         return answers if self._several else answers[0]
 
-    def first(self) -> bytes:
-        return b""
-
     def event(self, i: int, event: Delta | Done) -> bytes:
         return sse(self._end(i, event) if isinstance(event, Done) else self._piece(i, event))
 
     def idle(self) -> bytes:
         progress = prompt_progress(self._jobs[0]) if self._body.return_progress else None
         return PING if progress is None else sse({**self._piece(0, Delta("")), "prompt_progress": progress})
-
-    def failed(self, error: ApiError) -> bytes:
-        return sse(error.body())
-
-    def last(self) -> bytes:
-        return b""
 
     def _piece(self, i: int, event: Delta | Done) -> dict[str, Any]:
         probabilities = {}
@@ -264,3 +262,62 @@ def _rate(name: str, n: int, seconds: float) -> dict[str, Any]:
         f"{name}_per_token_ms": round(1e3 * seconds / max(n, 1), 3),
         f"{name}_per_second": round(n / seconds, 3),
     }
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    """Return the token ids of a text."""
+    return await _answer_tokens(request, _tokens, body)
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """Return the text of token ids; control tokens are written out."""
+    return await _answer_tokens(request, _text, body)
+
+
+@router.post("/apply-template")
+async def apply_template(body: ApplyTemplateRequest, request: Request) -> Response:
+    """Return the text of the prompt that a chat is rendered to."""
+    return await _answer_tokens(request, _prompt, body)
+
+
+async def _answer_tokens(request: Request, make: Any, body: Any) -> Response:
+    server = model_of(request, body.model)
+    return JSONResponse(await read_prompt(request, make, server, body))
+
+
+def _tokens(server: ServerState, body: TokenizeRequest) -> dict[str, Any]:
+    try:
+        tokens = server.engine.tokenizer.tokenize(
+            body.content, start=body.add_special, special=body.parse_special
+        )
+    except ValueError as error:
+        raise prompt_error(error, "content") from None
+    if not body.with_pieces:
+        return {"tokens": tokens}
+    return {"tokens": [{"id": token, "piece": _piece(server, token)} for token in tokens]}
+
+
+def _piece(server: ServerState, token: int) -> str | list[int]:
+    """Return a token's text, or its bytes if these are not UTF-8."""
+    name = server.engine.detokenizer.name(token)
+    try:
+        return name.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(name)
+
+
+def _text(server: ServerState, body: DetokenizeRequest) -> dict[str, Any]:
+    try:
+        tokens = server.engine.tokenizer.prompt(body.tokens)
+    except ValueError as error:
+        raise bad_request(str(error).replace("prompt:", "tokens:"), "tokens") from None
+    text = b"".join(map(server.engine.detokenizer.name, tokens))
+    return {"content": text.decode("utf-8", "replace")}
+
+
+def _prompt(server: ServerState, body: ApplyTemplateRequest) -> dict[str, Any]:
+    if any(message.images for message in body.messages):
+        raise bad_request("messages: images have no text: leave them out", "messages")
+    return {"prompt": rendered_text(server, chat_of(server, body))}

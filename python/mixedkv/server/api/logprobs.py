@@ -6,8 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
-from mixedkv.engine.sample.prompt_logprobs import PromptLogprobs
-from mixedkv.engine.sample.sampler import TokenLogprob
+from mixedkv.engine.sample.sampler import PromptLogprobs, TokenLogprob
 from mixedkv.engine.text.detokenizer import Detokenizer
 
 _LOWEST = -9999.0  # JSON has no infinity

@@ -10,7 +10,6 @@ from pydantic import Field, model_validator
 from mixedkv.limits import INT32_MAX
 from mixedkv.server.api.chat_message import TextOnly, TextOrImages
 from mixedkv.server.api.fields import (
-    IGNORED,
     LIST,
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -29,6 +28,7 @@ from mixedkv.server.api.fields import (
 )
 from mixedkv.server.api.hosted import Filtered, WithoutHosted, is_one_of
 from mixedkv.server.api_error import bad_request
+from mixedkv.server.unknown_fields import IGNORED
 
 
 class CacheControl(Model):

@@ -8,15 +8,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mixedkv.engine.chat.chat_template import RenderedChat
-from mixedkv.engine.jobs.events import Delta, Done
+from mixedkv.engine.jobs.answer_state import Delta, Done
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.text.answer_reader import Part
 from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import chat_jobs, chat_tokens, translated
 from mixedkv.server.api.message_schemas import CountRequest, MessagesRequest
-from mixedkv.server.api.respond import respond
 from mixedkv.server.api.schemas import ChatFields, ChatRequest
-from mixedkv.server.api.sse import named_sse
+from mixedkv.server.api.sse import SentAnswer, named_sse, respond
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import ServerState, model_of, read_prompt, tenant
@@ -49,7 +48,7 @@ def _count(server: ServerState, body: CountRequest) -> int:
     return len(chat_tokens(server, translated(ChatFields, body.fields())))
 
 
-class _Answer:
+class _Answer(SentAnswer):
     """Builds Anthropic's objects for an answer to one request: blocks of thoughts, text and calls."""
 
     def __init__(self, server: ServerState, body: MessagesRequest, job: Job, chat: RenderedChat) -> None:
@@ -87,9 +86,6 @@ class _Answer:
 
     def failed(self, error: ApiError) -> bytes:
         return named_sse({"type": "error", **error.body()})
-
-    def last(self) -> bytes:
-        return b""
 
     def _delta(self, part: Part) -> bytes:
         if part.index >= 0:

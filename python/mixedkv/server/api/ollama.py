@@ -10,15 +10,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mixedkv.engine.chat.chat_template import RenderedChat
-from mixedkv.engine.jobs.events import Delta, Done
+from mixedkv.engine.jobs.answer_state import Delta, Done
 from mixedkv.engine.jobs.job import Job
 from mixedkv.server.api.chat_jobs import chat_jobs, translated
 from mixedkv.server.api.completions import completion_jobs
 from mixedkv.server.api.logprobs import chat_logprobs
 from mixedkv.server.api.ollama_schemas import OllamaChat, OllamaGenerate, OllamaRequest
-from mixedkv.server.api.respond import respond
 from mixedkv.server.api.schemas import ChatRequest, CompletionRequest
-from mixedkv.server.api.sse import NDJSON, json_line
+from mixedkv.server.api.sse import NDJSON, SentAnswer, json_line, respond
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.described import Described
 from mixedkv.server.http.json_body import PlainJSONRoute
@@ -111,7 +110,7 @@ def _said(
     return {"message": {**message, "tool_calls": calls} if calls else message}
 
 
-class _Answer:
+class _Answer(SentAnswer):
     """Builds Ollama's objects for the answer to one request. Calls come at the end, each whole."""
 
     def __init__(
@@ -130,9 +129,6 @@ class _Answer:
         answer = self._parts.answer
         said = _said(self._body, answer.content, answer.reasoning, self._calls())
         return {**self._head(), **said, **self._logprobs(end), **self._end(end)}
-
-    def first(self) -> bytes:
-        return b""
 
     def event(self, i: int, event: Delta | Done) -> bytes:
         lines, logprobs = [], self._logprobs(event)
@@ -154,9 +150,6 @@ class _Answer:
 
     def failed(self, error: ApiError) -> bytes:
         return json_line({"error": error.message})
-
-    def last(self) -> bytes:
-        return b""
 
     def _head(self) -> dict[str, Any]:
         return {"model": self._server.model_name, "created_at": now()}

@@ -11,7 +11,6 @@ from pydantic import Field, field_validator, model_validator
 from mixedkv.limits import INT32_MAX, RANGES
 from mixedkv.server.api.fields import (
     FLAG,
-    IGNORED,
     LIST,
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -31,6 +30,7 @@ from mixedkv.server.api.fields import (
 )
 from mixedkv.server.api.schemas import AnyChoice, Tool
 from mixedkv.server.settings import parse_keep_alive
+from mixedkv.server.unknown_fields import IGNORED
 
 _MAX_IMAGES = 64
 _SIGNATURES = {"/9j/": "jpeg", "iVBOR": "png", "R0lGOD": "gif", "UklGR": "webp"}  # in Base64

@@ -10,7 +10,6 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from mixedkv.limits import INT32_MAX
 from mixedkv.server.api.chat_message import TextOnly, TextOrImages, TextPart
 from mixedkv.server.api.fields import (
-    IGNORED,
     LIST,
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -29,6 +28,7 @@ from mixedkv.server.api.fields import (
 )
 from mixedkv.server.api.hosted import Filtered, WithoutHosted, is_one_of
 from mixedkv.server.api.schemas import Metadata, StreamOptions
+from mixedkv.server.unknown_fields import IGNORED
 
 
 class OutputText(Model):

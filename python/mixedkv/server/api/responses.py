@@ -10,16 +10,15 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from mixedkv.engine.chat.chat_template import RenderedChat
-from mixedkv.engine.jobs.events import Delta, Done
+from mixedkv.engine.jobs.answer_state import Delta, Done
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.text.answer_reader import Part, ReadAnswer
 from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import chat_jobs, translated
 from mixedkv.server.api.kept_responses import ResponseId, find, history, keep, will_keep
-from mixedkv.server.api.respond import respond
 from mixedkv.server.api.response_schemas import ResponsesRequest
 from mixedkv.server.api.schemas import ChatRequest
-from mixedkv.server.api.sse import PING, named_sse
+from mixedkv.server.api.sse import SentAnswer, named_sse, respond
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import ServerState, model_of, read_prompt, server_state, tenant
@@ -168,7 +167,7 @@ class _Output:
 _NAMES = {"reasoning": "reasoning_text", "message": "output_text", "function_call": "function_call_arguments"}
 
 
-class _Answer:
+class _Answer(SentAnswer):
     """Builds OpenAI's objects for the answer to one request: a list of items of thoughts, text and calls."""
 
     def __init__(
@@ -220,17 +219,11 @@ class _Answer:
             out += self._sse({"type": f"response.{response['status']}", "response": response})
         return out
 
-    def idle(self) -> bytes:
-        return PING
-
     def failed(self, error: ApiError) -> bytes:
         about = error.body()["error"]
         return self._sse(
             {"type": "error", "code": about["code"], "message": about["message"], "param": about["param"]}
         )
-
-    def last(self) -> bytes:
-        return b""
 
     def _sse(self, chunk: dict[str, Any]) -> bytes:
         chunk = {**chunk, "sequence_number": self._n_events}

@@ -11,7 +11,6 @@ from mixedkv.limits import INT32_MAX
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.server.api.chat_message import Messages, TextPart
 from mixedkv.server.api.fields import (
-    IGNORED,
     LIST,
     LISTS,
     MAX_SEED,
@@ -37,6 +36,7 @@ from mixedkv.server.api.fields import (
     few_messages,
     one_of,
 )
+from mixedkv.server.unknown_fields import IGNORED
 from mixedkv.sessions import CreateContextCacheRequest
 
 _MAX_CHOICES = 64

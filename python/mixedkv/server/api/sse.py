@@ -1,19 +1,24 @@
-"""Streams answers as events or as lines of JSON, with one write for all waiting events and no task, timer or
-parser per token.
+"""Answers the endpoints that generate: whole, or streamed as events or lines of JSON, with one write for all
+waiting events and no task, timer or parser per token.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
+from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mixedkv.engine.jobs.events import Delta, Done
+from mixedkv.engine.jobs.answer_state import Delta, Done
+from mixedkv.engine.jobs.job import Job
 from mixedkv.server.api_error import ApiError
-from mixedkv.server.pending import PendingRequest, disconnected, or_disconnect
+from mixedkv.server.pending import OnEvent, PendingRequest, disconnected, or_disconnect
+from mixedkv.server.state import ServerState, json_answer, time_left
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -55,21 +60,29 @@ class Template:
         return f"{self._before}{_encode(text)}{self._after}".encode()
 
 
-class StreamedAnswer(Protocol):
-    """Protocol of the parts of a stream, as bytes, requested when there is an event or the stream has to
-    begin.
+class SentAnswer:
+    """An API's objects for one request: the parts of a stream, requested when there is an event or the stream
+    has to begin, or one object at the end.
     """
 
-    def first(self) -> bytes: ...
+    def whole(self, ends: list[Done]) -> dict[str, Any] | list[dict[str, Any]]:
+        raise NotImplementedError
 
-    def event(self, i: int, event: Delta | Done) -> bytes: ...
+    def first(self) -> bytes:
+        return b""
+
+    def event(self, i: int, event: Delta | Done) -> bytes:
+        raise NotImplementedError
 
     def idle(self) -> bytes:
         """Return bytes to send while there are no events."""
+        return PING
 
-    def failed(self, error: ApiError) -> bytes: ...
+    def failed(self, error: ApiError) -> bytes:
+        return sse(error.body())
 
-    def last(self) -> bytes: ...
+    def last(self) -> bytes:
+        return b""
 
 
 class EventStream(Response):
@@ -85,7 +98,7 @@ class EventStream(Response):
     def __init__(
         self,
         pending: PendingRequest,
-        answer: StreamedAnswer,
+        answer: SentAnswer,
         *,
         interval: float,
         at_once: bool = False,
@@ -144,3 +157,41 @@ class EventStream(Response):
 
     def _make(self, event: tuple[int, Delta | Done] | None) -> bytes:
         return self._answer.idle() if event is None else self._answer.event(*event)
+
+
+_PING = 15.0  # seconds without an event after which a stream sends a sign of life
+_PROGRESS = 0.5  # the same if the client asks for the progress of its prompt
+
+
+async def respond(
+    request: Request,
+    server: ServerState,
+    jobs: Sequence[Job],
+    answer: SentAnswer,
+    *,
+    stream: bool,
+    large: bool,
+    progress: bool = False,
+    on_event: OnEvent | None = None,
+    headers: Headers = EVENTS,
+) -> Response:
+    """Run the jobs and answer. A `large` object is built and encoded off the event loop.
+
+    Args:
+        progress: the stream reports the progress of the prompt, so it begins at once.
+        headers: headers of a stream.
+
+    Raises:
+        ApiError: as `PendingRequest`, before anything was sent.
+    """
+    pending = PendingRequest(
+        server.engine, jobs, server.settings.request_timeout, time_left(request), on_event
+    )
+    if stream:
+        interval = _PROGRESS if progress else _PING
+        events = EventStream(pending, answer, interval=interval, at_once=progress, headers=headers)
+        return await events.begin(request)
+    with pending:
+        ends = await or_disconnect(request, pending.done())
+    make = partial(answer.whole, ends)
+    return await json_answer(server, make if large else make())

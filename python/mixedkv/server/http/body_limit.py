@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mixedkv.doors.keys import Keys
 from mixedkv.server.api_error import ApiError, no_key, timed_out
-from mixedkv.server.http.paths import without
+from mixedkv.server.http.middleware import without
 
 _OPEN = ("", "/", "/stats", "/health", "/ready", "/metrics", "/openapi.json")  # without a key
 _OPEN_FOLDER = "/page/"
@@ -163,6 +163,7 @@ class BodyLimit:
         return self._held.total() + more <= most or self._held[tenant] + more <= most // (1 + n_others)
 
     def _release(self, held: _Held) -> None:
+        """Count the memory of a body as free."""
         self._held[held.tenant] -= held.size
         if not self._held[held.tenant]:
             del self._held[held.tenant]

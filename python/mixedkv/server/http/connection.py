@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mixedkv.server.api_error import ApiError
-from mixedkv.server.http.paths import without
+from mixedkv.server.http.middleware import without
 
 _READ_BYTES = 8192  # in a turn of the event loop: h11 takes more than a second for 256 KiB of tiny chunks
 _HEAD_SECONDS_BEYOND = 1.0  # connections that only get a refusal or a health check

@@ -18,13 +18,13 @@ from mixedkv.server.api.fields import Model, Name
 from mixedkv.server.api.ollama import named_model, without_answer
 from mixedkv.server.api.ollama_schemas import OllamaChat, OllamaGenerate
 from mixedkv.server.api_error import ApiError, from_engine
-from mixedkv.server.http.body_parser import BodyParser, parse
-from mixedkv.server.http.paths import without
+from mixedkv.server.http.json_body import BodyParser, parse
+from mixedkv.server.http.middleware import without
 from mixedkv.server.pending import Disconnected, or_disconnect
 from mixedkv.server.pools import LARGE
 from mixedkv.server.router.exchange import ENDED, Exchange
 from mixedkv.server.router.model_process import ModelLoadError
-from mixedkv.server.router.routed_model import RoutedModel, routed
+from mixedkv.server.router.processes import RoutedModel, routed
 from mixedkv.server.settings import parse_keep_alive
 from mixedkv.server.state import tenant
 

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
 from mixedkv.doors.keys import Keys, MetricsKey
+from mixedkv.doors.metrics import SECONDS, http_counter
 from mixedkv.errors import ClosedError
 from mixedkv.model.gguf_file import ModelFile, read_model_file
 from mixedkv.server.api.info import check_metrics_key
@@ -22,13 +33,10 @@ from mixedkv.server.api_error import ApiError
 from mixedkv.server.app import App, all_routes, dress, include_endpoints
 from mixedkv.server.described import description
 from mixedkv.server.models import ServedModel, check_adapters, check_files, check_keeps, served_models
-from mixedkv.server.router.child_settings import child_settings
 from mixedkv.server.router.exchange import ENDED, get
 from mixedkv.server.router.forward import forward, pass_on
-from mixedkv.server.router.model_process import ModelLoadError, ModelProcess
-from mixedkv.server.router.processes import Processes
-from mixedkv.server.router.routed_model import RoutedModel, routed
-from mixedkv.server.router.router_metrics import RouterMetrics
+from mixedkv.server.router.model_process import ModelLoadError, ModelProcess, child_settings
+from mixedkv.server.router.processes import Processes, RoutedModel, routed
 from mixedkv.server.settings import ServerSettings
 from mixedkv.server.state import model_of, tenant
 from mixedkv.server.unknown_fields import SaidOnce
@@ -239,3 +247,66 @@ async def _metrics(process: ModelProcess, headers: Sequence[tuple[bytes, bytes]]
     except (*ENDED, asyncio.TimeoutError):
         return ""
     return text.decode() if status == 200 else ""
+
+
+class RouterMetrics:
+    """Counts starts and ends of models' processes, and answers."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        r: Any = {"registry": self._registry}
+        self.http = http_counter(self._registry)
+        self._loaded = Gauge("mixedkv:models_loaded", "Models in memory, adapters not counted.", **r)
+        self._loads = Counter("mixedkv:model_loads", "Models that were loaded.", ["model"], **r)
+        self._unloads = Counter("mixedkv:model_unloads", "Models that were unloaded.", ["model"], **r)
+        self._failures = Counter(
+            "mixedkv:model_load_failures", "Models that could not be loaded.", ["model"], **r
+        )
+        self._seconds = Histogram(
+            "mixedkv:model_load_seconds", "Seconds to load a model.", buckets=SECONDS, **r
+        )
+
+    def model_loaded(self, name: str, seconds: float) -> None:
+        self._loads.labels(name).inc()
+        self._seconds.observe(seconds)
+
+    def model_unloaded(self, name: str) -> None:
+        self._unloads.labels(name).inc()
+
+    def model_failed(self, name: str) -> None:
+        self._failures.labels(name).inc()
+
+    def expose(self, n_loaded: int, texts: Mapping[str, str]) -> bytes:
+        """Return Prometheus' text.
+
+        Args:
+            n_loaded: number of processes that run.
+            texts: that of each model by its name.
+        """
+        self._loaded.set(n_loaded)
+        merged = CollectorRegistry()
+        merged.register(_Merged([*self._registry.collect(), *_labelled(texts)]))
+        return generate_latest(merged)
+
+
+class _Merged:
+    """A collector of families, those of one name together."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families: dict[str, Metric] = {}
+        for family in families:
+            first = self._families.setdefault(family.name, family)
+            if first is not family:
+                first.samples += family.samples
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families.values()
+
+
+def _labelled(texts: Mapping[str, str]) -> Iterator[Metric]:
+    for model, text in texts.items():
+        for family in text_string_to_metric_families(text):
+            family.samples = [
+                sample._replace(labels={"model": model, **sample.labels}) for sample in family.samples
+            ]
+            yield family

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from safetensors.numpy import save
 
 from mixedkv.kv.block import KVBlock
-from mixedkv.store.entry_error import EntryError
+from mixedkv.store.entry_row import EntryError
 
 FORMAT = "mixedkv.block"
 VERSION = "3"

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mixedkv.kv.block import KVBlock, LayerRows, RowGroup
 from mixedkv.kv.row_source import RowSource
-from mixedkv.kv.truth import FOREIGN, all_of
+from mixedkv.kv.rows import FOREIGN, all_of
 from mixedkv.store.formats.packed import Array, Layers
 from mixedkv.tokens import as_tokens
 

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Protocol
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
-from mixedkv.store.entry_error import EntryError
-
 _DAY = 86400
-EXTRAS = {
-    "redis": "redis",
-    "rediss": "redis",
-    "unix": "redis",
-    "s3": "s3",
-    "file": "s3",
-}  # of the package, by scheme
+EXTRAS = {"redis": "redis", "rediss": "redis", "unix": "redis", "s3": "s3", "file": "s3"}  # by scheme
 FAILURES = 3  # in a row, until nobody asks any more
 _FIRST_SECONDS, _LONGEST_SECONDS = 2.0, 60.0
 
@@ -33,12 +24,11 @@ class RefusedError(Exception):
 
 
 class Backend(Protocol):
-    """Protocol of a remote server, which several threads use at once.
+    """Protocol of a remote server, which several threads use at once. All raise RemoteError; ValueError where
+    the URL, a password or a right is wrong.
 
     Args:
         fan: names that may be asked for at once.
-
-    All raise RemoteError; ValueError where the URL, a password or a right is wrong.
     """
 
     fan: int
@@ -48,17 +38,6 @@ class Backend(Protocol):
 
     def get(self, names: Sequence[str]) -> list[bytes | None]: ...
 
-    def fetch(
-        self, values: Sequence[tuple[str, int]], until: float
-    ) -> Generator[memoryview | None, None, None]:
-        """Fetch values one after the other, the next ones already on their way; None for one that is gone or
-        has another size. What is given holds until the next one is asked for.
-
-        Args:
-            values: names and sizes.
-            until: `time.monotonic` from when on waiting is of no use.
-        """
-
     def put(self, values: Mapping[str, bytes]) -> None:
         """Store values by their names.
 
@@ -66,7 +45,7 @@ class Backend(Protocol):
             RefusedError: there is no room.
         """
 
-    def delete(self, names: Iterable[str]) -> None: ...
+    def delete(self, names: Sequence[str]) -> None: ...
 
     def abort(self) -> None:
         """End what other threads wait for."""
@@ -163,47 +142,3 @@ class Breaker:
                 self._seconds = min(2 * self._seconds, _LONGEST_SECONDS) or _FIRST_SECONDS
                 self._until = self._clock() + self._seconds
             return self.is_open and not was_open
-
-
-class Download(io.RawIOBase):
-    """The file of an entry while its pieces arrive, read as any file.
-
-    Args:
-        coming: pieces from `Backend.fetch`.
-        n_pieces: how many of them are the file's.
-        keep: whether `pieces` shall have them when they were read.
-    """
-
-    def __init__(self, coming: Iterator[memoryview | None], n_pieces: int, *, keep: bool) -> None:
-        self._coming, self._left, self._keep = coming, n_pieces, keep
-        self._rest = memoryview(b"")
-        self.pieces: list[bytes] = []
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Read as many bytes as there is room for; fewer only at the end.
-
-        Raises:
-            EntryError: a piece is missing.
-            RemoteError: it does not come in time.
-        """
-        view, done = memoryview(buffer).cast("B"), 0
-        while done < len(view) and (len(self._rest) or self._next()):
-            n = min(len(self._rest), len(view) - done)
-            view[done : done + n] = self._rest[:n]
-            self._rest, done = self._rest[n:], done + n
-        return done
-
-    def _next(self) -> bool:
-        if not self._left:
-            return False
-        self._left -= 1
-        piece = next(self._coming)
-        if piece is None:
-            raise EntryError("missing", "a piece of it is gone from the remote, or is not what was written")
-        if self._keep:
-            self.pieces.append(bytes(piece))
-        self._rest = piece
-        return True

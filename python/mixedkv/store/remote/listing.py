@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mixedkv.store.entry_error import EntryError
-from mixedkv.store.entry_row import FIELDS, EntryRow, sound_row
+from mixedkv.store.entry_row import FIELDS, EntryError, EntryRow, sound_row
 from mixedkv.store.lookup import BLOCK
 
 _VERSION = 1

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, TimeoutError
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
@@ -59,23 +57,7 @@ class ObjectBackend:
         _ask(lambda: next(iter(obstore.list(self._store, chunk_size=1)), None))
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
-        return [None if value is None else bytes(value) for value in self._threads.map(self._get, names)]
-
-    def fetch(
-        self, values: Sequence[tuple[str, int]], until: float
-    ) -> Generator[memoryview | None, None, None]:
-        coming: deque[Future[memoryview | None]] = deque()
-        try:
-            for i, (_, size) in enumerate(values):
-                for name, _ in values[i + len(coming) : i + self.fan]:
-                    coming.append(self._threads.submit(self._get, name))
-                value = coming.popleft().result(max(0.0, until - time.monotonic()))
-                yield value if value is not None and len(value) == size else None
-        except (TimeoutError, CancelledError):
-            raise RemoteError("it sends too slowly") from None
-        finally:
-            for one in coming:
-                one.cancel()
+        return list(self._threads.map(self._get, names))
 
     def put(self, values: Mapping[str, bytes]) -> None:
         def put(name: str) -> None:
@@ -83,10 +65,9 @@ class ObjectBackend:
 
         list(self._threads.map(put, values))
 
-    def delete(self, names: Iterable[str]) -> None:
+    def delete(self, names: Sequence[str]) -> None:
         # a bucket takes many at once; a folder stops at the first one that is gone
-        batches = [[name] for name in names] if isinstance(self._store, LocalStore) else [list(names)]
-        for batch in filter(None, batches):
+        for batch in [[name] for name in names] if isinstance(self._store, LocalStore) else [list(names)]:
             _ask(partial(obstore.delete, self._store, batch))
 
     def abort(self) -> None:
@@ -95,8 +76,8 @@ class ObjectBackend:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _get(self, name: str) -> memoryview | None:
-        return _ask(lambda: memoryview(obstore.get(self._store, name).bytes()))
+    def _get(self, name: str) -> bytes | None:
+        return _ask(lambda: bytes(obstore.get(self._store, name).bytes()))
 
 
 def _bucket(name: str, prefix: str, timeout: float, options: Mapping[str, Any]) -> S3Store:

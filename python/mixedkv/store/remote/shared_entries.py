@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, BinaryIO
@@ -14,8 +14,7 @@ import numpy as np
 
 from mixedkv.kv.block import KVBlock
 from mixedkv.store.entries import Entries, ParentGoneError
-from mixedkv.store.entry_error import EntryError
-from mixedkv.store.entry_row import EntryRow
+from mixedkv.store.entry_row import EntryError, EntryRow
 from mixedkv.store.folder import as_os_error, file_name
 from mixedkv.store.identity import Identity
 from mixedkv.store.index import Index
@@ -32,10 +31,8 @@ class SharedEntries(Entries):
         self.on_removed: Callable[[list[bytes]], None] = lambda contents: None
         self._adopted: set[str] = set()  # and not read yet
 
-    def read(self, match: Match, begin: int = 0, *, note: bool = True) -> tuple[list[KVBlock], Tier]:
-        blocks, tier = super().read(match, begin, note=note)
-        if not note:
-            return blocks, tier
+    def read(self, match: Match, begin: int = 0) -> tuple[list[KVBlock], Tier]:
+        blocks, tier = super().read(match, begin)
         with self._lock:
             new = {link.entry for link in match.links} & self._adopted
             self._adopted -= new
@@ -54,7 +51,7 @@ class SharedEntries(Entries):
         identity: Identity,
         row: EntryRow,
         parent: bytes | None,
-        file: Iterable[bytes | memoryview],
+        file: bytes,
         block: KVBlock,
         hashes: list[bytes],
     ) -> None:
@@ -93,7 +90,7 @@ class SharedEntries(Entries):
 
         try:
             # the remote has it too, so that nobody waits for the disk
-            self._place(row, file, {up} if up else set(), insert, durable=False)
+            self._place(row, [file], {up} if up else set(), insert, durable=False)
         except sqlite3.IntegrityError:
             return  # another thread or process was faster
         except sqlite3.Error as error:

@@ -7,25 +7,25 @@ is a miss: every question has a time-out, and after three failures nobody asks f
 
 from __future__ import annotations
 
-import hashlib
-import json
+import io
 import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, TimeoutError
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError
 from contextlib import closing, suppress
 from dataclasses import replace
-from typing import BinaryIO, NamedTuple, TypeVar, cast
+from functools import partial
+from itertools import islice
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from mixedkv.store import coverage
 from mixedkv.store.encryption import Cipher
 from mixedkv.store.entries import ParentGoneError, TooLargeError
-from mixedkv.store.entry_error import EntryError
-from mixedkv.store.entry_row import EntryRow
+from mixedkv.store.entry_row import EntryError, EntryRow
 from mixedkv.store.identity import Identity
 from mixedkv.store.lookup import BLOCK, Search, block_hashes, content_hash
 from mixedkv.store.remote.backend import (
@@ -33,7 +33,6 @@ from mixedkv.store.remote.backend import (
     FAILURES,
     Backend,
     Breaker,
-    Download,
     RefusedError,
     RemoteError,
     RemoteURL,
@@ -52,6 +51,7 @@ _MAX_WAITING = 256  # entries that are still to be sent
 _NAMES = 512  # that are written or removed by one message
 _CLOSE_SECONDS = 20.0  # for what waits, when the store is closed
 _PAUSE = 0.05
+_PIECES_AHEAD = 4  # on their way at a time: the server copies what it is asked for
 
 
 class _Send(NamedTuple):
@@ -80,7 +80,6 @@ class RemoteTier:
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
         self._told: set[str] = set()
-        self._met: set[str] = set()
         self._news = threading.Condition()  # reentrant
         self._waiting: deque[_Send | list[bytes]] = deque()  # entries to send, and contents to remove
         self._closing = threading.Event()
@@ -142,7 +141,6 @@ class RemoteTier:
         if len(tokens) < n_local + BLOCK or self._closing.is_set() or not self._breaker.allows():
             return False
         try:
-            self._meet(identity)
             listing = RemoteListing(self._get, fan=self._backend.fan, beyond=n_local)
             search = Search(listing, self._cipher, identity, tokens)
             match = search.find(exact_only)
@@ -171,13 +169,11 @@ class RemoteTier:
         """Take entries over, and return whether at least one of them was."""
         wanted = [manifest for manifest in chain if not self._entries.has(manifest.row.content)]
         until = time.monotonic() + self._seconds(sum(manifest.row.nbytes for manifest in wanted))
-        pieces = [piece for manifest in wanted for piece in manifest.pieces]
         found = not wanted  # another thread or process was faster
         try:
-            with closing(self._backend.fetch(pieces, until)) as coming:
+            with closing(self._pieces([piece for each in wanted for piece in each.pieces], until)) as coming:
                 for manifest in wanted:
-                    file = Download(coming, len(manifest.pieces), keep=self._entries.on_disk)
-                    self._adopt(identity, tokens, manifest, file)
+                    self._adopt(identity, tokens, manifest, b"".join(islice(coming, len(manifest.pieces))))
                     found = True
         except EntryError as error:
             _LOG.warning("an entry of %s is not used: %s", self, error)
@@ -189,15 +185,32 @@ class RemoteTier:
             raise RemoteError(str(error)) from None
         return found
 
-    def _adopt(self, identity: Identity, tokens: Tokens, manifest: Manifest, file: Download) -> None:
+    def _pieces(self, pieces: Sequence[tuple[str, int]], until: float) -> Generator[bytes, None, None]:
+        """Yield pieces of files in order, the next ones already on their way."""
+        coming: deque[Future[list[bytes | None]]] = deque()
+        try:
+            for i, (_, size) in enumerate(pieces):
+                for name, _ in pieces[i + len(coming) : i + _PIECES_AHEAD]:
+                    coming.append(self._submit(partial(self._backend.get, [name])))
+                (piece,) = coming.popleft().result(max(0.0, until - time.monotonic()))
+                if piece is None or len(piece) != size:
+                    raise EntryError("missing", "a piece of it is gone from the remote, or is another's")
+                yield piece
+        except TimeoutError:
+            raise RemoteError("it sends too slowly") from None
+        finally:
+            for one in coming:
+                one.cancel()
+
+    def _adopt(self, identity: Identity, tokens: Tokens, manifest: Manifest, file: bytes) -> None:
         row = manifest.row
-        block = unseal(self._cipher, row, cast("BinaryIO", file), row.nbytes)
+        block = unseal(self._cipher, row, io.BytesIO(file), len(file))
         before = tokens[: row.p0]
         hashes = block_hashes(self._cipher, identity, np.concatenate([before, block.tokens]))
         if content_hash(self._cipher, hashes, before, block.tokens) != row.content:
             raise EntryError("tokens", "its file has other tokens")
         parent = bytes.fromhex(row.parent) if row.parent is not None else None
-        self._entries.adopt(identity, row, parent, file.pieces, block, hashes)
+        self._entries.adopt(identity, row, parent, file, block, hashes)
         self._count("bytes_read", row.nbytes)
 
     # --- writing ---
@@ -263,7 +276,6 @@ class RemoteTier:
 
     def _send(self, entry: str, identity: Identity) -> None:
         """Send an entry, and those it builds on that are not there yet."""
-        self._meet(identity)
         chain, hashes = self._entries.chain(identity, entry)
         names = [row.content.hex() for row in chain]  # none: evicted meanwhile
         there = self._get([entry_name(name) for name in names])
@@ -303,32 +315,6 @@ class RemoteTier:
             for begin in range(0, len(some), _NAMES):
                 self._ask(self._backend.delete, some[begin : begin + _NAMES])
 
-    # --- who else is there ---
-
-    def _meet(self, identity: Identity) -> None:
-        """Say once if the last one that used this model did so with other settings: neither finds what the
-        other stores. What is noted gives away which settings differ, and not what they are.
-        """
-        facts = {name: _short(value) for name, value in identity.facts.items()}
-        facts["key"] = self._cipher.digest(b"who")[:4].hex()
-        whose = f"who/{_short(identity.facts.get('model'))}"
-        if json.dumps(facts) in self._met:
-            return
-        (data,) = self._get([whose])
-        with suppress(ValueError, AttributeError, RecursionError):
-            other = json.loads(data) if data else facts
-            differ = sorted(
-                name for name in facts.keys() | other.keys() if facts.get(name) != other.get(name)
-            )
-            if differ:
-                self._tell(
-                    f"{self} is used for this model with other settings too: {', '.join(differ)[:300]}; what "
-                    "is stored there with them is not found here"
-                )
-        with suppress(RefusedError):
-            self._put({whose: json.dumps(facts).encode()})
-        self._met.add(json.dumps(facts))
-
     # --- asking ---
 
     def _get(self, names: Sequence[str]) -> list[bytes | None]:
@@ -351,16 +337,19 @@ class RemoteTier:
             raise RemoteError(str(error)) from None
 
     def _wait_for(self, ask: Callable[[], _T], n_bytes: int = 0) -> _T:
-        try:
-            future = self._askers.submit(ask)
-        except RuntimeError:  # closed meanwhile
-            raise RemoteError("the store is closed") from None
+        future = self._submit(ask)
         try:
             return future.result(self._seconds(n_bytes))
         except TimeoutError:
             future.cancel()
             self._backend.abort()
             raise RemoteError(f"no answer within {self._seconds(n_bytes):.1f} s") from None
+
+    def _submit(self, ask: Callable[[], _T]) -> Future[_T]:
+        try:
+            return self._askers.submit(ask)
+        except RuntimeError:  # closed meanwhile
+            raise RemoteError("the store is closed") from None
 
     def _seconds(self, n_bytes: int) -> float:
         return self._url.timeout + n_bytes / _LEAST_RATE
@@ -412,10 +401,6 @@ def _open(url: RemoteURL) -> Backend:
             f"remote: {url.scheme}:// needs {error.name}, which is not installed: "
             f"pip install 'mixedkv[{extra}]'"
         ) from None
-
-
-def _short(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _is_better(identity: Identity, row: EntryRow, data: bytes) -> bool:
