@@ -4,6 +4,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 system_path=$PATH
+export PIP_COMPILE=no # of a hundred packages: Python compiles what is imported
 
 # step NAME COMMAND ...: says how long it took.
 step() {

@@ -41,8 +41,10 @@ def windows(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 # when a test runs: docs/decisions/070-three-tiers.md
-TIERS = {"core": "core", "nightly": "nightly", "slow": "nightly", "bench": "bench"}
+TIERS = {"core": "core", "full": "full", "nightly": "nightly", "slow": "nightly", "bench": "bench"}
 CORE_MODELS = ("llama-64", "gemma2", "lfm2")  # plain, sliding, hybrid; tests of core with others are of full
+# but these, which differ by the size of a head, norms or ALiBi, as the tests of the kernels do: nightly
+NIGHTLY_MODELS = ("llama-96", "llama-128", "qwen3", "refact")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,16 +53,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def tier(item: pytest.Item) -> str:
-    """Return the tier of the mark that is closest to a test: a parameter's, the function's, the module's."""
+    """Return the tier of the mark that is closest to a test: a parameter's, the function's, the module's.
+
+    Attention over a view, which is slow and the oracle of the other way, is of `nightly` without a mark.
+    """
     marks = (mark for node in reversed(item.listchain()) for mark in reversed(node.own_markers))
-    found = next((TIERS[mark.name] for mark in marks if mark.name in TIERS), "full")
+    marked = next((TIERS[mark.name] for mark in marks if mark.name in TIERS), "")
+    found = marked or "full"
     if found != "bench" and any(name.startswith("real_model") for name in getattr(item, "fixturenames", ())):
         return "nightly"  # which may be downloaded
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    name = parameters.get("name")
+    name, merged = parameters.get("name"), parameters.get("attention") == "merged"
     if found in ("core", "full") and name in tuple(zoo.SHAPES) and name not in CORE_MODELS:
-        return "nightly" if parameters.get("attention") == "merged" else "full"
-    return found
+        return "nightly" if merged or name in NIGHTLY_MODELS else "full"
+    return "nightly" if merged and not marked else found
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

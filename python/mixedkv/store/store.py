@@ -517,9 +517,8 @@ class KVStore:
 _NO_STATE = "nothing could go on from it: the recurrent layers have no state of that position any more"
 
 
-def _check_number(field: str, value: float) -> float:
+def _check_number(field: str, value: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{field}={value!r}: use a number")
     if not 0 <= value < 2**50:
         raise ValueError(f"{field}={value}: use a number from 0 to {2**50}")
-    return value

@@ -25,7 +25,7 @@ SIZE, SINKS = 448, 8
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16}
 
 
-@pytest.fixture(scope="module", params=["mixed", "f16"])
+@pytest.fixture(scope="module", params=["mixed", pytest.param("f16", marks=pytest.mark.nightly)])
 def shared(request: pytest.FixtureRequest) -> Iterator[Llama]:
     options = {"n_ctx": SIZE, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
     with Llama(model_path(), kv=request.param, **options) as llm:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from support import prefork
 from support.patience import PATIENCE
 
 MIXEDKV = [sys.executable, "-m", "mixedkv"]
@@ -19,14 +20,7 @@ OPTIONS = ["--n-ctx", "1024", "--threads", "1", "--temp", "0", "-n", "12"]
 
 
 def chat(stdin: str, *options: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [*MIXEDKV, "chat", *OPTIONS, *map(str, options)],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    done = prefork.run(["chat", *OPTIONS, *map(str, options)], stdin)
     assert done.returncode == code, done.stderr
     return done
 

@@ -7,13 +7,13 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from support import zoo
+from support.patience import wait_for
 from support.pseudo_terminal import Terminal, shown
 from support.zoo.vocabulary import PIECES
 
@@ -115,7 +115,8 @@ def test_ctrl_c_in_a_prompt_stops_it_at_once(tmp_path: Path, endless: Path) -> N
         terminal.paste("a line of a long text\n" * 1500)
         terminal.press("\r")
         terminal.expect_raw(r"\x1b\[\?2004l\x1b\[\?2004h")
-        time.sleep(0.5)
+        begun = cpu_seconds(terminal.process.pid)
+        wait_for(lambda: cpu_seconds(terminal.process.pid) > begun + 0.1)  # it is at work on it
         began = cpu_seconds(terminal.process.pid)
         terminal.press(CTRL_C)
         terminal.expect(r"\[stopped before the answer began")

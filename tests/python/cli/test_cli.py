@@ -21,6 +21,7 @@ from mixedkv.config import parse_kv
 from mixedkv.kv.stats import format_saving
 from mixedkv.model.footprint import footprint, longest_context, model_shape
 from mixedkv.model.gguf_file import read_model_file
+from support import prefork
 from support.patience import PATIENCE
 
 RECALL = make_recall(seed=53_001, n_sentences=12)  # one that the model answers with an F16 cache
@@ -35,14 +36,7 @@ SUMMARY = re.compile(
 
 
 def run(*args: str | Path, stdin: str = "", code: int = 0) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [*COMMAND, *map(str, args)],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    done = prefork.run([*map(str, args)], stdin)
     assert done.returncode == code, done.stderr
     return done
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from mixedkv.store import KVStore, key_from_file
-from support.patience import PATIENCE
+from support import prefork
 from support.store_support import identity, make_block, put_chain
 
 WHO = identity()
@@ -26,8 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def cache(*args: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mixedkv", "cache", *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    done = prefork.run(["cache", *map(str, args)])
     assert done.returncode == code, done.stderr
     return done
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import subprocess
 import sys
 import types
 import warnings
@@ -20,7 +19,7 @@ from mixedkv.bundled import model_path
 from mixedkv.engine.engine import Engine
 from mixedkv.llama_options import ChatOptions, CompletionOptions, LlamaOptions
 from mixedkv.model.gguf_file import read_model_file
-from support.patience import PATIENCE
+from support import prefork
 
 pytestmark = pytest.mark.core
 
@@ -117,14 +116,8 @@ def test_a_window_that_a_short_context_cannot_pay_for_is_narrower(n_seq_max: int
 
 @pytest.mark.parametrize("command", [["run", "-p", "x", "-n", "1"], ["info"], ["chat", "-n", "1"]])
 def test_the_command_line_warns_in_one_line(command: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "mixedkv", *command, "--n-ctx", str(n_ctx_train() * 2)],
-        input="",
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=True,
-    )
+    done = prefork.run([*command, "--n-ctx", str(n_ctx_train() * 2)])
+    assert done.returncode == 0, done.stderr
     (line,) = (line for line in (done.stdout + done.stderr).splitlines() if "n_ctx_train=" in line)
     assert line.startswith("mixedkv: warning: ") or command == ["info"]
 

@@ -23,14 +23,20 @@ TESTS = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     "options",
     [
-        ("doors", "--kv=mixed", "--rounds=40"),
-        ("doors", "--kv=f16", "--rounds=40"),
-        ("doors", "--kv=mixed", "--streamed", "--rounds=15"),
+        ("doors", "--kv=mixed", "--rounds=10"),
+        *(
+            pytest.param(options, marks=pytest.mark.nightly)
+            for options in (
+                ("doors", "--kv=mixed", "--rounds=40"),
+                ("doors", "--kv=f16", "--rounds=40"),
+                ("doors", "--kv=mixed", "--streamed", "--rounds=15"),
+                ("closing", "--kv=f16"),
+                ("closing", "--kv=mixed", "--streamed", "--rounds=4"),
+                ("engine", "--kv=f16", "--rounds=5"),
+            )
+        ),
         ("closing", "--kv=mixed"),
-        ("closing", "--kv=f16"),
-        ("closing", "--kv=mixed", "--streamed", "--rounds=4"),
         ("engine", "--kv=mixed"),
-        ("engine", "--kv=f16", "--rounds=5"),
     ],
     ids=" ".join,
 )

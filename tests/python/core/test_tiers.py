@@ -24,16 +24,28 @@ def test_of_its_own(): pass
 @pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.core)])
 def test_of_a_parameter(n): pass
 
-@pytest.mark.parametrize("name", ["llama-64", "qwen3", "of no model"])
+@pytest.mark.parametrize("name", ["llama-64", "gemma4", "qwen3", "of no model"])
 def test_of_a_model(name): pass
 
 @pytest.mark.parametrize("attention", ["fused", "merged"])
-@pytest.mark.parametrize("name", ["gemma2", "qwen3"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma4"])
 def test_of_both(name, attention): pass
 
 def test_real(real_model): pass
 """
-REST = "def test_without_a_mark(): pass\n\ndef test_real(real_model_q4_1): pass\n"
+REST = """
+import pytest
+
+def test_without_a_mark(): pass
+
+def test_real(real_model_q4_1): pass
+
+@pytest.mark.parametrize("attention", ["fused", pytest.param("merged", marks=pytest.mark.full)])
+def test_marked(attention): pass
+
+@pytest.mark.parametrize("attention", ["fused", "merged"])
+def test_attention(attention): pass
+"""
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +56,31 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def collected(folder: Path, *options: str) -> set[str]:
-    command = [sys.executable, "-m", "pytest", "-c", str(REPOSITORY / "pyproject.toml"), "-p", "conftest"]
-    done = subprocess.run(
-        [*command, "--collect-only", "-q", *options, str(folder)], cwd=TESTS, capture_output=True, text=True
-    )
+COLLECT = """
+import sys, pytest
+for tier in ("core", "full", "nightly", ""):
+    print("tier:" + tier)
+    pytest.main([*sys.argv[1:], *(["--tier", tier] if tier else [])])
+"""
+
+
+@pytest.fixture(scope="module")
+def collected(folder: Path) -> dict[str, set[str]]:
+    """The tests of each tier, and under no name all."""
+    options = [
+        "-c",
+        str(REPOSITORY / "pyproject.toml"),
+        "-p",
+        "conftest",
+        "--collect-only",
+        "-q",
+        str(folder),
+    ]
+    command = [sys.executable, "-c", COLLECT, *options]
+    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    return {line.rpartition("::")[2] for line in done.stdout.splitlines() if "::" in line}
+    parts = [part.splitlines() for part in done.stdout.split("tier:")[1:]]
+    return {name: {line.rpartition("::")[2] for line in rest if "::" in line} for name, *rest in parts}
 
 
 @pytest.mark.parametrize(
@@ -67,13 +97,33 @@ def collected(folder: Path, *options: str) -> set[str]:
                 "test_of_both[gemma2-merged]",
             },
         ),
-        ("full", {"test_of_a_model[qwen3]", "test_of_both[qwen3-fused]", "test_without_a_mark"}),
-        ("nightly", {"test_of_its_own", "test_of_a_parameter[1]", "test_of_both[qwen3-merged]", "test_real"}),
+        (
+            "full",
+            {
+                "test_of_a_model[gemma4]",
+                "test_of_both[gemma4-fused]",
+                "test_without_a_mark",
+                "test_marked[fused]",
+                "test_marked[merged]",
+                "test_attention[fused]",
+            },
+        ),
+        (
+            "nightly",
+            {
+                "test_of_its_own",
+                "test_of_a_parameter[1]",
+                "test_of_a_model[qwen3]",
+                "test_of_both[gemma4-merged]",
+                "test_real",
+                "test_attention[merged]",
+            },
+        ),
     ],
 )
-def test_a_test_is_of_one_tier(folder: Path, tier: str, tests: set[str]) -> None:
-    assert collected(folder, "--tier", tier) == tests
+def test_a_test_is_of_one_tier(collected: dict[str, set[str]], tier: str, tests: set[str]) -> None:
+    assert collected[tier] == tests
 
 
-def test_without_the_option_all_are_there(folder: Path) -> None:
-    assert len(collected(folder)) == 13
+def test_without_the_option_all_are_there(collected: dict[str, set[str]]) -> None:
+    assert len(collected[""]) == 18

@@ -72,7 +72,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1])
 
 
-@pytest.fixture(scope="module", params=["mixed", "f16"])
+@pytest.fixture(scope="module", params=["mixed", pytest.param("f16", marks=pytest.mark.nightly)])
 def direct(request: pytest.FixtureRequest) -> Iterator[Direct]:
     with Direct(kv=request.param, n_ctx=N_CTX, parallel=2, idle=4) as direct:
         yield direct

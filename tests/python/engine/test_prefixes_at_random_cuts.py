@@ -71,7 +71,7 @@ def play(
     return n_exact, wrong
 
 
-@pytest.mark.parametrize("swa_full", [True, False])
+@pytest.mark.parametrize("swa_full", [pytest.param(True, marks=pytest.mark.nightly), False])
 @pytest.mark.parametrize("kv", CACHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_an_exact_answer_is_that_of_a_fresh_context(
@@ -82,7 +82,9 @@ def test_an_exact_answer_is_that_of_a_fresh_context(
     assert not wrong
 
 
-@pytest.mark.parametrize("kv", ["f16", "mixed:threshold=16,group=8,sinks=4"])
+@pytest.mark.parametrize(
+    "kv", [pytest.param("f16", marks=pytest.mark.nightly), "mixed:threshold=16,group=8,sinks=4"]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_windows_of_idle_sequences_are_let_go(
     name: str, kv: str, zoo_path: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

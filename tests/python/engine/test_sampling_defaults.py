@@ -38,6 +38,7 @@ def answers(options: list[str], n: int = 3, **body: Any) -> list[str]:
         return [server.post("/v1/completions", {**PROMPT, **body})["choices"][0]["text"] for _ in range(n)]
 
 
+@pytest.mark.nightly
 def test_a_server_samples_as_it_was_told(tmp_path: Path) -> None:
     (greedy,) = answers([], n=1, temperature=0)
     cold = recommending(tmp_path / "cold.gguf", temp=0.0)

@@ -70,7 +70,9 @@ class Always(Drafter):
         return self._drafts[: max(0, most)], 0.98
 
 
-@pytest.fixture(scope="module", params=["mixed:threshold=64,group=16", "f16"])
+@pytest.fixture(
+    scope="module", params=["mixed:threshold=64,group=16", pytest.param("f16", marks=pytest.mark.nightly)]
+)
 def direct(request: pytest.FixtureRequest) -> Iterator[Direct]:
     with Direct(kv=request.param) as direct:
         yield direct

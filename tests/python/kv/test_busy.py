@@ -37,14 +37,14 @@ def last_logits(llm: Llama) -> bytes:
 
 
 def evaluate_beside(llm: Llama, touch: Callable[[Llama], object]) -> int:
-    """Evaluate the tokens from the start, ten times and until the other thread was turned away; how often it
+    """Evaluate the tokens from the start, twice and until the other thread was turned away; how often it
     was.
     """
     turned_away, end = threading.Event(), time.monotonic() + PATIENCE
 
     def rounds() -> None:
         n = 0
-        while n < 10 or (not turned_away.is_set() and time.monotonic() < end):
+        while n < 2 or (not turned_away.is_set() and time.monotonic() < end):
             llm.reset()
             llm.eval(TOKENS)
             n += 1

@@ -19,20 +19,18 @@ from support.harness import prompt, rel_rms
 
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
 
-KINDS = [
+KINDS: list[Any] = [
     ("llama-64", "mixed"),
-    ("gemma2", "f16"),
     ("gemma2", "mixed"),
     ("gpt-oss", "mixed"),
-    ("lfm2", "f16"),
     ("lfm2", "mixed"),
     ("mamba", "f16"),
-    ("rwkv7", "f16"),
     ("qwen2vl", "mixed"),
     ("qwen35", "mixed"),
-    ("falcon-h1", "mixed"),
     ("llama4", "mixed"),
 ]
+TWINS = (("gemma2", "f16"), ("lfm2", "f16"), ("rwkv7", "f16"), ("falcon-h1", "mixed"))
+KINDS += [pytest.param(kind, marks=pytest.mark.nightly) for kind in TWINS]
 SAVED, LONG = 150, 300
 TOKENS = prompt(LONG, seed=3)
 OTHER = prompt(60, seed=4)  # what follows instead

@@ -86,6 +86,7 @@ def test_after_500_rejected_drafts_logits_are_to_the_bit_those_without(
         assert np.array_equal(mine, theirs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("n_seq_max", "unified"), SHAPES)
 def test_500_rounds_are_to_the_bit_those_without_drafts(
     open_ctx, attention: str, n_seq_max: int, unified: bool

@@ -21,6 +21,7 @@ MIXED = "mixed"
 F16_ONLY = ("mamba", "rwkv7")
 KINDS = [(name, "f16" if name in F16_ONLY else MIXED) for name in zoo.KINDS if name != "bert"]
 SENSITIVE = ("gemma4",)  # its random weights make a hundred times more of a rounding, in F16 too
+N_KINDS = len(KINDS)  # what follows is one of these with another cache
 KINDS += [("qwen35", "f16"), ("lfm2", "f16"), ("qwen2vl", "f16"), ("gemma3", "f16"), ("deepseek2", "f16")]
 FULL = "swa_full "  # before a cache: sliding layers keep all rows, as a server has it
 KINDS += [(name, FULL + MIXED) for name in ("gemma2", "gemma3", "gemma4", "gpt-oss")]
@@ -81,7 +82,10 @@ def talks(zoo_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
     return talk_with
 
 
-@pytest.mark.parametrize(("name", "kv"), KINDS)
+@pytest.mark.parametrize(
+    ("name", "kv"),
+    [*KINDS[:N_KINDS], *(pytest.param(*kind, marks=pytest.mark.nightly) for kind in KINDS[N_KINDS:])],
+)
 def test_a_conversation(talks: Callable[..., Any], name: str, kv: str) -> None:
     talks(name, kv)
 

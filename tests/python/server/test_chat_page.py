@@ -147,6 +147,7 @@ def test_stop_ends_the_work_and_keeps_the_text(server: Server, open_page: OpenPa
     assert answer_text(page) == text
 
 
+@pytest.mark.nightly
 def test_a_reload_keeps_what_an_answer_had(server: Server, open_page: OpenPage) -> None:
     page = open_page(server, ENDLESS)
     page.fill("#text", "Tell me a story")
@@ -159,6 +160,7 @@ def test_a_reload_keeps_what_an_answer_had(server: Server, open_page: OpenPage) 
     server.wait_until_idle()
 
 
+@pytest.mark.nightly
 def test_an_edit_begins_a_branch(server: Server, open_page: OpenPage) -> None:
     page = open_page(server)
     asked = says(page, {"content": "One."})
@@ -182,6 +184,7 @@ def test_an_edit_begins_a_branch(server: Server, open_page: OpenPage) -> None:
     assert [m["content"] for m in asked[-1]["messages"]] == ["First", "One.", "Second"]
 
 
+@pytest.mark.nightly
 def test_two_tabs_have_the_same_chats(server: Server, open_page: OpenPage) -> None:
     page = open_page(server)
     says(page, {"content": "One."})
@@ -246,6 +249,7 @@ def test_hostile_output_is_text(server: Server, open_page: OpenPage) -> None:
     assert "<img src=x onerror=" in answer_text(page)
 
 
+@pytest.mark.nightly
 def test_markdown_is_shown(server: Server, open_page: OpenPage) -> None:
     page = open_page(server)
     text = (
@@ -271,6 +275,7 @@ PARTS = (
 )
 
 
+@pytest.mark.nightly
 def test_time_grows_with_the_length_of_a_text(server: Server, open_page: OpenPage) -> None:
     """With these a parser that looks twice takes minutes."""
     page = open_page(server)
@@ -287,6 +292,7 @@ def test_time_grows_with_the_length_of_a_text(server: Server, open_page: OpenPag
         assert seconds < 20, part
 
 
+@pytest.mark.nightly
 def test_a_call_of_a_tool_is_shown_and_answered(server: Server, open_page: OpenPage) -> None:
     page = open_page(server)
     page.click("#open-settings")
@@ -313,6 +319,7 @@ def test_a_call_of_a_tool_is_shown_and_answered(server: Server, open_page: OpenP
     assert asked[0]["messages"][-1] == {"role": "tool", "tool_call_id": "call-1", "content": "31 degrees"}
 
 
+@pytest.mark.nightly
 def test_images_go_with_a_message(server: Server, open_page: OpenPage) -> None:
     page = open_page(server, {"max_tokens": 4, "ignore_eos": True})
     page.set_input_files("#files", {"name": "a.png", "mimeType": "image/png", "buffer": png()})
@@ -324,6 +331,7 @@ def test_images_go_with_a_message(server: Server, open_page: OpenPage) -> None:
     assert page.evaluate("document.querySelector('article.user img').naturalWidth") == 60
 
 
+@pytest.mark.nightly
 def test_an_error_is_shown_and_the_next_try_works(server: Server, open_page: OpenPage) -> None:
     page = open_page(server)
     page.route(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -25,7 +26,9 @@ def server() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module", params=["Qwen-Qwen2.5-7B-Instruct", ""])
+@pytest.fixture(
+    scope="module", params=["Qwen-Qwen2.5-7B-Instruct", pytest.param("", marks=pytest.mark.nightly)]
+)
 def tools(request: Any) -> Iterator[Server]:
     """A template with tools, and the bundled model's own, which has none."""
     options = ["--chat-template", str(template_path(request.param))] if request.param else []
@@ -309,18 +312,41 @@ def test_what_responses_cannot_have_is_refused(tools: Server, change: Any, says:
 # --- streams that wait ---
 
 
-def test_a_stream_says_how_far_its_prompt_is(server: Server) -> None:
-    tokens = server.post("/tokenize", {"content": "The mill is old. " * 4000})["tokens"][:8000]
-    body = {
-        "prompt": tokens, "max_tokens": 1, "stream": True, "return_progress": True, "use_kv_cache": False,
-    }  # fmt: skip
-    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=PATIENCE) as response:
-        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
-    chunks = [json.loads(line) for line in lines]
+@pytest.fixture(scope="module")
+def one_place() -> Iterator[Server]:
+    with running("--n-ctx", "16384", "--parallel", "1") as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [5] * 40, "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [USER], "max_tokens": 1}),
+        ("/completion", {"prompt": [5] * 40, "n_predict": 1}),
+    ],
+)
+def test_a_stream_says_how_far_its_prompt_is(one_place: Server, path: str, body: dict[str, Any]) -> None:
+    """It waits for another request, so that there is time to say it however fast a machine is."""
+    endless = {"prompt": "Once", "max_tokens": 12_000, "ignore_eos": True, "stream": True}
+    wanted = {**body, "stream": True, "return_progress": True}
+    stream = partial(httpx.stream, "POST", timeout=PATIENCE)
+    with stream(url=one_place.url + "/v1/completions", json=endless) as other:
+        begun = other.iter_lines()  # which ends the stream when it goes
+        next(begun)
+        with stream(url=one_place.url + path, json=wanted) as response:
+            chunks = []
+            for line in response.iter_lines():
+                if line.startswith("data: {"):
+                    chunks.append(json.loads(line.removeprefix("data: ")))
+                    other.close()
     progress = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
     assert progress
+    assert progress[0]["processed"] == 0
     for each in progress:
-        assert 0 <= each["processed"] <= each["total"] == len(tokens)
+        assert 0 <= each["processed"] <= each["total"] == progress[0]["total"]
+    if isinstance(body.get("prompt"), list):
+        assert progress[0]["total"] == 40
     processed = [each["processed"] for each in progress]
     assert processed == sorted(processed)
-    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    assert "prompt_progress" not in chunks[-1], "an answer came"

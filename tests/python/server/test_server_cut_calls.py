@@ -135,7 +135,7 @@ def events(server: Server, path: str, body: dict[str, Any]) -> list[dict[str, An
     return [json.loads(line) for line in lines if line != "[DONE]"]
 
 
-@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("step", [30, pytest.param(1, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_call_that_the_limit_of_tokens_cuts_off_is_none(
     server: Server, n_tokens: int, stream: bool, step: int

@@ -227,11 +227,6 @@ def test_without_the_option_the_refusal_names_it() -> None:
         assert "--embeddings" in error["message"]
 
 
-def test_the_option_comes_from_the_environment_too() -> None:
-    with running("--n-ctx", "512", environ={"MIXEDKV_EMBEDDINGS": "1"}) as server:
-        assert len(vectors_of(server, "a")) == 1
-
-
 @pytest.mark.nightly
 def test_options_that_the_model_cannot_have_end_the_start(
     zoo_path: Callable[[str], Path], tmp_path: Path
@@ -332,6 +327,7 @@ def long_list(n: int, n_sentences: int = 5) -> list[str]:
 ENDLESS = long_list(2048, 14)  # for many seconds
 
 
+@pytest.mark.nightly
 def test_a_stream_goes_on_while_many_inputs_are_embedded(server: Server) -> None:
     names = ("embedding_slice_seconds_count", "generation_tokens_total", "num_requests_running")
     options = {"max_tokens": 1900, "stream": True, "extra_body": {"ignore_eos": True, "use_kv_cache": False}}
@@ -341,16 +337,16 @@ def test_a_stream_goes_on_while_many_inputs_are_embedded(server: Server) -> None
         with client_of(server).completions.create(model=MODEL, prompt="Once", **options) as stream:
             next(iter(stream))
             before = metrics(server, *names)
-            thread, results = in_background(lambda: vectors_of(server, long_list(200)))
+            thread, results = in_background(lambda: vectors_of(server, long_list(100)))
             after = before
             while thread.is_alive() and (now := metrics(server, *names))[2]:
                 after = now
         thread.join()
-        assert results[0].shape[0] == 200
+        assert results[0].shape[0] == 100
         n_slices, n_tokens, _ = np.subtract(after, before)
         assert n_tokens >= 0.8 * n_slices  # with a step after each
         server.wait_until_idle()
-        return bool(n_slices >= 20)  # it came in many
+        return bool(n_slices >= 5)  # it came in many
 
     wait_for(goes_on)
 

@@ -161,6 +161,7 @@ def test_a_server_tells_routers_what_it_holds() -> None:
             assert line in text
 
 
+@pytest.mark.nightly
 def test_each_model_tells_under_a_topic_of_its_own() -> None:
     """Who listens to one hears of no other's blocks."""
     port = free_ports(2)  # the second model has the next one

@@ -114,8 +114,8 @@ def test_of_two_turns_at_a_time_one_is_told_of_the_other(server: Server) -> None
         """Else one began when another had ended, and grew the session again."""
         name = next(names)
         make(server, name)
-        with ThreadPoolExecutor(4) as pool:
-            answers = list(pool.map(lambda i: ask(server, name, f"{i}?", append=True, **LONG), range(4)))
+        with ThreadPoolExecutor(2) as pool:
+            answers = list(pool.map(lambda i: ask(server, name, f"{i}?", append=True, **LONG), range(2)))
         n_grown = sum(status == 200 for status, _, _ in answers)
         assert version(server, name) == n_grown
         for status, answer, headers in answers:

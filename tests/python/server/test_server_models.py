@@ -43,18 +43,19 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def options(files: dict[str, Path]) -> list[str]:
+    """Of one model and its adapters."""
     return [
-        *("--model", f"base={model_path()}", "--model", str(files["second"])),
+        *("--model", f"base={model_path()}", "--kv", "mixed", "--parallel", "4"),
         *("--lora", f"odd={files['odd']}", "--lora", f"even={files['even']}@0.5"),
-        *("--kv", "mixed", "--parallel", "4"),
-        *("--n-ctx", "2048", "--model-n-ctx", "second=1024", "--model-n-ctx", "even=512"),
+        *("--n-ctx", "2048", "--model-n-ctx", "even=512"),
     ]
 
 
 @pytest.fixture(scope="module")
 def server(files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     store = tmp_path_factory.mktemp("store")
-    with running(*options(files), "--store", str(store)) as server:
+    second = ("--model", str(files["second"]), "--model-n-ctx", "second=1024")
+    with running(*options(files), *second, "--store", str(store)) as server:
         yield server
 
 

@@ -35,6 +35,7 @@ time.time = _stepped
 """
 
 
+@pytest.mark.nightly
 def test_half_a_minute(tmp_path: Path) -> None:
     soak(tmp_path, rounds=1, pause=1.0)
 

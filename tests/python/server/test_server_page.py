@@ -165,6 +165,7 @@ def _bytes(text: str) -> float:
     return float(value) * 1024 ** ["B", "KiB", "MiB", "GiB"].index(unit)
 
 
+@pytest.mark.nightly
 def test_the_bar_is_divided_as_the_rows_are(server: Server, open_page: OpenPage) -> None:
     chat(server)
     page = open_page(server)
@@ -179,6 +180,7 @@ def test_the_bar_is_divided_as_the_rows_are(server: Server, open_page: OpenPage)
         assert widths[kind] / sum(widths.values()) == pytest.approx(n / cache["n_ctx"], abs=0.02), kind
 
 
+@pytest.mark.nightly
 def test_it_follows_a_request(server: Server, open_page: OpenPage) -> None:
     chat(server, "Before.")
     page = open_page(server)
@@ -193,6 +195,7 @@ def test_it_follows_a_request(server: Server, open_page: OpenPage) -> None:
     assert "question" not in page.content()
 
 
+@pytest.mark.nightly
 def test_nothing_has_happened_yet(server: Server, open_page: OpenPage) -> None:
     """Zeros and empty lists are shown as such."""
 
@@ -234,6 +237,7 @@ def test_names_are_text_and_never_markup(server: Server, open_page: OpenPage) ->
     assert page.query_selector("img") is None
 
 
+@pytest.mark.nightly
 def test_the_keyboard_reaches_everything_in_order(server: Server, open_page: OpenPage) -> None:
     page = open_page(server)
     order = []
@@ -257,6 +261,7 @@ def test_the_keyboard_reaches_everything_in_order(server: Server, open_page: Ope
     page.wait_for_selector("#state.live")
 
 
+@pytest.mark.nightly
 def test_landmarks_and_headers(server: Server, open_page: OpenPage) -> None:
     chat(server)
     page = open_page(server)
@@ -273,6 +278,7 @@ def test_landmarks_and_headers(server: Server, open_page: OpenPage) -> None:
     assert page.evaluate("document.documentElement.lang") == "en"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_can_be_read(server: Server, open_page: OpenPage, scheme: str) -> None:
     chat(server)
@@ -284,6 +290,7 @@ def test_text_can_be_read(server: Server, open_page: OpenPage, scheme: str) -> N
     assert (sum(map(int, re.findall(r"\d+", backs)[:3])) < 3 * 128) == (scheme == "dark")
 
 
+@pytest.mark.nightly
 def test_it_fits_a_phone(server: Server, open_page: OpenPage) -> None:
     for text in ("One.", "Two and something more.", "Three."):
         chat(server, text)

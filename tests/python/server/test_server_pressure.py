@@ -95,13 +95,12 @@ def test_a_late_answer_is_504_and_its_work_is_stopped() -> None:
 
 
 def test_clients_that_misbehave_leave_nothing(server: Server) -> None:
-    """24 clients for some seconds; afterwards the server is as idle as before, and still answers."""
-    stop = time.monotonic() + 6
+    """24 clients; afterwards the server is as idle as before, and still answers."""
     failures: list[BaseException] = []
 
     def client(seed: int) -> None:
         r = random.Random(seed)
-        while time.monotonic() < stop:
+        for _ in range(6):
             try:
                 misbehave(server, r)
             except OSError as error:
@@ -173,13 +172,13 @@ def test_a_locked_session_database_holds_up_no_plain_request(tmp_path: Path) -> 
 def test_sigterm_lets_answers_finish_and_exits_0() -> None:
     with running("--drain-timeout", "1000") as server, ThreadPoolExecutor(1) as pool:
         recall = make_recall(1, 12)
-        body = {"prompt": recall.text, "max_tokens": 1000, "ignore_eos": True}
+        body = {"prompt": recall.text, "max_tokens": 400, "ignore_eos": True}
         answer = pool.submit(server.request, "POST", "/v1/completions", body)
         wait_for(lambda: server.stats()["requests"]["running"] or answer.done())
         assert server.stop(signal.SIGTERM) == 0
         status, whole, _ = answer.result()
         assert status == 200
-        assert whole["usage"]["completion_tokens"] == 1000
+        assert whole["usage"]["completion_tokens"] == 400
 
 
 def test_sigterm_cuts_off_what_takes_too_long() -> None:

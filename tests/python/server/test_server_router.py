@@ -32,7 +32,8 @@ from support.server_support import Server, children, key_file, running
 TEXT = "/v1/completions"
 RECALL = make_recall(seed=71_000, n_sentences=12)
 SMALL = ("--n-ctx", "1024", "--parallel", "2", "--idle-prefixes", "2")
-ENDLESS = {"prompt": "The lamp", "max_tokens": 900, "ignore_eos": True, "stream": True}
+LONG = {"prompt": "The lamp", "max_tokens": 900, "ignore_eos": True, "stream": True}
+ENDLESS = {**LONG, "max_tokens": 100_000, "overflow": "slide"}
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +102,8 @@ def lives(pid: int) -> bool:
 class Stream:
     """A streamed answer of a model, read line by line."""
 
-    def __init__(self, server: Server, model: str) -> None:
-        body = json.dumps({**ENDLESS, "model": model}).encode()
+    def __init__(self, server: Server, model: str, wanted: dict[str, Any] = ENDLESS) -> None:
+        body = json.dumps({**wanted, "model": model}).encode()
         request = urllib.request.Request(
             server.url + TEXT, body, {"Content-Type": "application/json"}, method="POST"
         )
@@ -168,7 +169,7 @@ def test_a_stream_comes_as_it_is_made_and_ends_with_its_client(server: Server) -
 @pytest.mark.core
 def test_a_process_that_is_killed_leaves_the_others(server: Server) -> None:
     ask(server, "one", max_tokens=1)
-    going, cut = Stream(server, "two"), Stream(server, "one")
+    going, cut = Stream(server, "two", LONG), Stream(server, "one")
     assert going.next()
     assert cut.next()
     with ThreadPoolExecutor(1) as pool:
@@ -238,7 +239,7 @@ def test_many_at_once_start_it_once(server: Server) -> None:
 
 
 def test_an_answer_under_way_is_not_cut_off(server: Server) -> None:
-    stream = Stream(server, "two")
+    stream = Stream(server, "two", LONG)
     stream.next()
     unload(server, "two")
     assert "[DONE]" in stream.rest()
@@ -271,10 +272,11 @@ def test_idle_ones_leave(options: list[str]) -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.nightly
 def test_the_least_recently_used_one_leaves(options: list[str]) -> None:
     with running(*options, "--max-loaded", "1") as server:
         with ThreadPoolExecutor(6) as pool:
-            names = ["one", "two", "odd"] * 3
+            names = ["one", "two", "odd", "two"]
             answers = list(pool.map(lambda name: ask(server, name, max_tokens=4), names))
         assert [each["model"] for each in answers] == names
         assert len(children(server.process.pid)) == 1
@@ -282,6 +284,7 @@ def test_the_least_recently_used_one_leaves(options: list[str]) -> None:
         assert server.stop() == 0
 
 
+@pytest.mark.nightly
 def test_kv_is_kept_on_disk_and_tenants_are_apart(options: list[str], tmp_path: Path) -> None:
     anna, bob = "anna-key-0123456789", "bob-key-01234567890"
     keys = str(key_file(tmp_path, f"anna:{anna}", f"bob:{bob}"))
@@ -322,6 +325,7 @@ def test_no_process_outlives_the_router(options: list[str], number: int) -> None
         assert "Traceback" not in server.log
 
 
+@pytest.mark.nightly
 def test_a_model_that_cannot_be_loaded_says_why_and_rests(files: dict[str, Path], tmp_path: Path) -> None:
     path = Path(shutil.copy(files["one"], tmp_path / "some.gguf"))
     with running("-m", str(files["two"]), "-m", str(path), *SMALL) as server:
@@ -341,6 +345,7 @@ def test_a_model_that_cannot_be_loaded_says_why_and_rests(files: dict[str, Path]
         )
 
 
+@pytest.mark.nightly
 def test_a_file_that_is_changed_is_loaded_anew(files: dict[str, Path], tmp_path: Path) -> None:
     path = Path(shutil.copy(files["one"], tmp_path / "some.gguf"))
     with running("-m", str(path), *SMALL, "--keep-alive", "-1") as server:
@@ -364,6 +369,7 @@ def test_what_is_wrong_at_the_start_is_told_then(files: dict[str, Path]) -> None
             pass
 
 
+@pytest.mark.nightly
 def test_warm_prompts_come_back(options: list[str], tmp_path: Path) -> None:
     """The models that have some are loaded at the start."""
     warm = tmp_path / "warm"

@@ -129,6 +129,7 @@ def test_effort_and_variables_reach_the_template() -> None:
         assert "I am a test." in prompt
 
 
+@pytest.mark.nightly
 def test_thoughts_of_earlier_turns_are_not_evaluated_again(begun: Server) -> None:
     """Ten turns: what a turn evaluates is what is new in it, since templates leave old thoughts out."""
     messages: list[Any] = [{"role": "system", "content": "You are brief. " * 40}]

@@ -28,7 +28,10 @@ RESULT = {"role": "tool", "tool_call_id": "abcdefghi", "content": "3"}
 TOLD_OF_TOOLS = ["Qwen-Qwen2.5-7B-Instruct", "mistralai-Mistral-Nemo-Instruct-2407"]
 
 
-@pytest.fixture(scope="module", params=[*TOLD_OF_TOOLS, "none"])
+@pytest.fixture(
+    scope="module",
+    params=[TOLD_OF_TOOLS[0], pytest.param(TOLD_OF_TOOLS[1], marks=pytest.mark.nightly), "none"],
+)
 def server(request: Any) -> Iterator[Server]:
     """With templates that have tools, and with the bundled model's own, which has none."""
     template = ["--chat-template", str(template_path(request.param))] if request.param != "none" else []

@@ -58,6 +58,7 @@ def test_a_stuck_engine_is_not_healthy_and_its_stack_is_in_the_log(server: Serve
     assert server.log.count("the engine is stuck") == 1
 
 
+@pytest.mark.nightly
 def test_a_stuck_server_ends_soon_when_it_is_told_to(server: Server, planted: Path) -> None:
     planted.touch()
     ask_in_vain(server)

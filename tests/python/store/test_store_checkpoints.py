@@ -17,8 +17,10 @@ from mixedkv.store import Identity, KVStore, key_from_file
 from support.harness import prompt, rel_rms
 
 TOKENS = prompt(200, seed=5)
-KINDS = [("lfm2", "f16"), ("lfm2", "mixed"), ("mamba", "f16"), ("gemma2", "mixed"), ("llama-64", "mixed")]
-KINDS += [("qwen35", "mixed"), ("qwen2vl", "mixed"), ("granite-hybrid", "mixed"), ("rwkv7", "f16")]
+KINDS: list[Any] = [("lfm2", "mixed"), ("mamba", "f16"), ("gemma2", "mixed"), ("llama-64", "mixed")]
+KINDS += [("qwen35", "mixed"), ("qwen2vl", "mixed")]
+TWINS = (("lfm2", "f16"), ("granite-hybrid", "mixed"), ("rwkv7", "f16"))
+KINDS += [pytest.param(kind, marks=pytest.mark.nightly) for kind in TWINS]
 
 
 def open_llama(path: Path, kv: str) -> Llama:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import traceback
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -260,15 +259,13 @@ def _interrupted_within(llm: Llama) -> bool:
     timer = threading.Timer(0.02, signal.raise_signal, [signal.SIGINT])
     try:
         timer.start()
-        llm.reset()
-        llm.eval(PROMPT * 6)
-        timer.join()
-        time.sleep(1)
+        while True:
+            llm.reset()
+            llm.eval(PROMPT * 6)
     except KeyboardInterrupt as error:
         return any(frame.name == "check" for frame in traceback.extract_tb(error.__traceback__))
     finally:
         timer.join()
-    raise AssertionError("the signal did not come")
 
 
 @pytest.fixture

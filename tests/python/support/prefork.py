@@ -17,21 +17,38 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import IO
+
+from support.patience import PATIENCE
 
 _IMPORTED = ("mixedkv.cli", "mixedkv.server.serve", "mixedkv.sessions.metadata_sqlite", "gguf")
 
 
-class Forked:
-    """As subprocess.Popen, of a process whose stderr is a pipe and whose other files are this one's."""
+def run(arguments: Sequence[str], stdin: str = "") -> subprocess.CompletedProcess[str]:
+    """Return what `python -m mixedkv` does with the arguments."""
+    with TemporaryFile("w+", encoding="utf-8") as given, TemporaryFile("w+", encoding="utf-8") as out:
+        given.write(stdin)
+        given.seek(0)
+        process = Forked(arguments, os.environ, (given.fileno(), out.fileno()))
+        errors = process.stderr.read()
+        code = process.wait(PATIENCE)
+        out.seek(0)
+        return subprocess.CompletedProcess(arguments, code, out.read(), errors)
 
-    def __init__(self, arguments: Sequence[str], environ: Mapping[str, str]) -> None:
+
+class Forked:
+    """As subprocess.Popen; its stderr is a pipe, its stdin and stdout are `files` or this one's."""
+
+    def __init__(
+        self, arguments: Sequence[str], environ: Mapping[str, str], files: Sequence[int] = ()
+    ) -> None:
         self.args = list(arguments)
         self.returncode: int | None = None
         errors, errors_in = os.pipe()
         status, status_in = os.pipe()
         request = json.dumps({"argv": self.args, "environ": dict(environ), "folder": os.getcwd()})
-        socket.send_fds(_parent(), [request.encode()], [errors_in, status_in])
+        socket.send_fds(_parent(), [request.encode()], [errors_in, status_in, *files])
         os.close(errors_in)
         os.close(status_in)
         self.stderr: IO[str] = os.fdopen(errors, encoding="utf-8", errors="replace")
@@ -90,12 +107,13 @@ def _fork_for_each(requests: socket.socket) -> Iterator[tuple[list[str], dict[st
             if ready == woken:
                 os.read(woken, 4096)
                 continue
-            data, files, _, _ = socket.recv_fds(requests, 1 << 20, 2)
+            data, files, _, _ = socket.recv_fds(requests, 1 << 20, 4)
             if not data:
                 return
-            errors, status = files
+            errors, status, *others = files
             if pid := os.fork():
-                os.close(errors)
+                for file in (errors, *others):
+                    os.close(file)
                 os.write(status, b"%16d" % pid)
                 running[pid] = status
                 continue
@@ -105,8 +123,9 @@ def _fork_for_each(requests: socket.socket) -> Iterator[tuple[list[str], dict[st
             requests.close()
             for file in (woken, wakes, status, *running.values()):
                 os.close(file)
-            os.dup2(errors, 2)
-            os.close(errors)
+            for number, file in ((2, errors), *enumerate(others)):
+                os.dup2(file, number)
+                os.close(file)
             request = json.loads(data)
             yield request["argv"], request["environ"], request["folder"]
         with suppress(ChildProcessError):
