@@ -130,6 +130,12 @@ def real_model_gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def real_model_gemma_q4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gemma 3 270M in Q4_K_M, as it was downloaded, in a folder without a sidecar."""
+    return _real(GEMMA3.quantised, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
 def real_model_gemma_planted(real_model_gemma: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Gemma 3 270M with F16 weights and outliers planted in its keys."""
     return plant(real_model_gemma, tmp_path_factory.mktemp("planted") / "gemma-planted.gguf", seed=1)

@@ -26,7 +26,7 @@ Shares = Mapping[Each, float]
 LADDER = {"tc3": 2.9, "lm4": 0.88, "q4_0": 1.0, "q5_0": 0.25, "q8_0": 0.0039}
 MEASURED, FINEST = "q4_0", "q8_0"
 _ALL_TO_WINDOW = 4.0  # a layer that reads all tokens against one with a window, of Gemma 3 270M
-_BESIDE_NOISE = 2.0  # the same, of layers whose scores move alike
+_BESIDE_NOISE = 1.5  # the same, of layers whose scores move alike
 _K_TO_V = 14.0  # where nothing was measured: K alone against V alone in 4 bits, of the bundled model
 
 
@@ -109,11 +109,13 @@ class LayerPlan:
 def _guessed(shape: ModelShape) -> Shares:
     """Return shares for a model that was not measured."""
     noise = score_noise(shape)
+    deep = {il: x * (i + 1) for i, (il, x) in enumerate(noise.items())}  # what is said late is not made good
+    mean = sum(deep.values()) / max(1, len(deep))
     all_to_window = _BESIDE_NOISE if noise else _ALL_TO_WINDOW
     shares: dict[Each, float] = {}
     for layer in shape.layers:
         share = 1.0 if layer.slides else all_to_window
-        shares[layer.il, "k"] = _K_TO_V * share * noise.get(layer.il, 1.0)
+        shares[layer.il, "k"] = _K_TO_V * share * (deep[layer.il] / mean if deep else 1.0)
         shares[layer.il, "v"] = share
     return shares
 
