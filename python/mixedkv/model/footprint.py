@@ -7,8 +7,7 @@ keeps no keys and values, and a layer with a sliding window has room for the win
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mixedkv import _core
@@ -65,7 +64,7 @@ class ModelShape:
     """A model as its KV cache sees it.
 
     Of its `n_layer` layers, `layers` are those that keep keys and values. `n_head` are the query heads of
-    each layer, `window` is the length of sliding-window layers, 0 if there are none. `path` is its file.
+    each layer, `window` is the length of sliding-window layers, 0 if there are none.
     """
 
     architecture: str
@@ -75,7 +74,6 @@ class ModelShape:
     n_ctx_train: int
     window: int
     layers: tuple[LayerShape, ...]
-    path: Path | None = field(default=None, compare=False)
 
     @property
     def groups(self) -> tuple[tuple[LayerShape, ...], tuple[LayerShape, ...]]:
@@ -152,7 +150,6 @@ def model_shape(model: ModelFile) -> ModelShape:
         n_ctx_train=int(model.get("context_length", 0)),
         window=sliding_window(model),
         layers=tuple(_layers(model, n_layer)),
-        path=model.path,
     )
 
 

@@ -16,7 +16,6 @@ from typing import Literal
 
 from mixedkv.config.row_types import CPU_TYPES, type_bits, type_block
 from mixedkv.model.footprint import LayerShape, ModelShape
-from mixedkv.model.score_noise import score_noise
 
 Part = Literal["k", "v"]
 Each = tuple[int, Part]
@@ -26,7 +25,6 @@ Shares = Mapping[Each, float]
 LADDER = {"tc3": 2.9, "lm4": 0.88, "q4_0": 1.0, "q5_0": 0.25, "q8_0": 0.0039}
 MEASURED, FINEST = "q4_0", "q8_0"
 _ALL_TO_WINDOW = 4.0  # a layer that reads all tokens against one with a window, of Gemma 3 270M
-_BESIDE_NOISE = 1.5  # the same, of layers whose scores move alike
 _K_TO_V = 14.0  # where nothing was measured: K alone against V alone in 4 bits, of the bundled model
 
 
@@ -108,16 +106,11 @@ class LayerPlan:
 
 def _guessed(shape: ModelShape) -> Shares:
     """Return shares for a model that was not measured."""
-    noise = score_noise(shape)
-    deep = {il: x * (i + 1) for i, (il, x) in enumerate(noise.items())}  # what is said late is not made good
-    mean = sum(deep.values()) / max(1, len(deep))
-    all_to_window = _BESIDE_NOISE if noise else _ALL_TO_WINDOW
-    shares: dict[Each, float] = {}
-    for layer in shape.layers:
-        share = 1.0 if layer.slides else all_to_window
-        shares[layer.il, "k"] = _K_TO_V * share * (deep[layer.il] / mean if deep else 1.0)
-        shares[layer.il, "v"] = share
-    return shares
+    return {
+        (layer.il, part): (_K_TO_V if part == "k" else 1.0) * (1.0 if layer.slides else _ALL_TO_WINDOW)
+        for layer in shape.layers
+        for part in ("k", "v")
+    }
 
 
 def _slope(errors: Mapping[str, float], one: str, other: str) -> float:
