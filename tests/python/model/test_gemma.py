@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import numpy as np
 import pytest
 
@@ -38,7 +39,7 @@ def tokens_of(llm: Llama, n: int = N_PROMPT) -> list[int]:
 
 def next_logits(llm: Llama) -> np.ndarray:
     llm.eval([100])
-    return np.array(llm.scores[llm.n_tokens - 1])
+    return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(llm.ctx, -1), (llm.n_vocab(),)).copy()
 
 
 def test_a_state_brings_back_the_same_bits(real_model_gemma_q4: Path) -> None:
@@ -69,7 +70,9 @@ def test_a_session_goes_on_from_the_store(real_model_gemma_q4: Path, tmp_path: P
 
 
 def test_drafts_change_no_answer(real_model_gemma_q4: Path) -> None:
-    """Of text that repeats itself, so that there is something to look up."""
+    """Of text that repeats itself, so that there is something to look up. Several tokens at once may be summed
+    in another order: where two are as good as equally likely, an answer may part.
+    """
     with (
         Llama(real_model_gemma_q4, n_ctx=2048, n_seq_max=4, kv_unified=True, **OPTIONS) as llm,
         Engine(llm, parallel=2) as engine,
@@ -77,10 +80,17 @@ def test_drafts_change_no_answer(real_model_gemma_q4: Path) -> None:
         tokens = tokens_of(llm, 300)
         prompt = [*tokens, *tokens[:250], *tokens[:60]]
         plain, drafted = (
-            engine.submit(prompt, max_tokens=48, temperature=0, speculation=mode, reuse=False).text
+            engine.submit(
+                prompt, max_tokens=48, temperature=0, speculation=mode, reuse=False, n_logprobs=2
+            ).result()
             for mode in ("off", "prompt-lookup")
         )
-        assert drafted == plain
+    pairs = list(zip(plain.logprobs, drafted.logprobs, strict=False))
+    first = next((one for one, other in pairs if one.token != other.token), None)
+    if first is not None:
+        assert abs(np.subtract(*first.top["logprob"])) < 0.1
+    else:
+        assert drafted.text == plain.text
 
 
 def test_streamed_layers_give_the_same_bits(real_model_gemma_q4: Path) -> None:
