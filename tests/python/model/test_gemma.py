@@ -70,8 +70,8 @@ def test_a_session_goes_on_from_the_store(real_model_gemma_q4: Path, tmp_path: P
 
 
 def test_drafts_change_no_answer(real_model_gemma_q4: Path) -> None:
-    """Of text that repeats itself, so that there is something to look up. Several tokens at once may be summed
-    in another order: where two are as good as equally likely, an answer may part.
+    """Of text that repeats itself, so that there is something to look up. Several tokens at once may be
+    summed in another order: where two are as good as equally likely, an answer may part.
     """
     with (
         Llama(real_model_gemma_q4, n_ctx=2048, n_seq_max=4, kv_unified=True, **OPTIONS) as llm,
