@@ -59,14 +59,17 @@ def check(args: argparse.Namespace) -> Options:
     text, source = (None, "generated") if args.text is None else read_text(args.text)
     _check_outputs(args.json, args.calibrate)
     n_prompt = args.n_prompt or _N_PROMPT.get(args.test, 512)
+    depths = _depths(args.depths, max(n_prompt, args.n_gen + 1), shape.n_ctx_train)
+    n_ctx = _n_ctx(args, shape.n_ctx_train)
+    longest = max(depths) + n_prompt if "--depths" in test.flags else n_ctx
     options = Options(
         test=args.test,
         file=file,
         shape=shape,
-        settings=tuple(setting.settled(shape) for setting in settings),
+        settings=tuple(setting.settled(shape, longest) for setting in settings),
         threads=args.threads or len(os.sched_getaffinity(0)),
-        depths=_depths(args.depths, max(n_prompt, args.n_gen + 1), shape.n_ctx_train),
-        n_ctx=_n_ctx(args, shape.n_ctx_train),
+        depths=depths,
+        n_ctx=n_ctx,
         n_prompt=n_prompt,
         n_gen=args.n_gen,
         repeats=args.repeats,
