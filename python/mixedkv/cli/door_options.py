@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Container
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
+from mixedkv.cli.values import integer
 from mixedkv.cli.words import flags, tokens
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def _add(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
         return
     if field.default not in (None, "", 0) and "default" not in text:
         text += f" (default: {field.default})"
-    read = tokens if name == "n_ctx" else str if metavar == "SIZE" else kind
+    read = tokens if name == "n_ctx" else str if metavar == "SIZE" else integer if kind is int else kind
     group.add_argument(*names, metavar=metavar, type=read, default=None, help=text)
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mixedkv.cli.values import between, temperature, whole
+from mixedkv.cli.values import between, integer, temperature, whole
 from mixedkv.engine.sample.sampling_defaults import sampling_defaults
 from mixedkv.limits import RANGES
 from mixedkv.model.gguf_file import read_model_file
@@ -43,7 +43,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--seed",
         metavar="N",
-        type=int,
+        type=integer,
         help="seed of the sampler, for the same text again (default: another each time)",
     )
 

@@ -94,7 +94,7 @@ def _open(settings: ServerSettings, path: Path, check: Callable[[], None] | None
             **options,
             kv_unified=True,
             n_threads=settings.threads or None,
-            n_threads_batch=settings.threads or None,
+            n_threads_batch=settings.threads_batch or settings.threads or None,
             verbose=settings.verbose,
             progress=progress,
         )

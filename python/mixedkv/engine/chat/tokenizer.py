@@ -366,16 +366,23 @@ def find_format(name: str) -> Any:
     return getattr(llama_chat_format, "format_" + name.replace("-", "_"), None)
 
 
+def chat_formatter(name: str) -> Any:
+    """Return one of llama-cpp-python's chat formats.
+
+    Raises:
+        ValueError: no one has this name; the message lists them.
+    """
+    if (formatter := find_format(name)) is not None:
+        return formatter
+    known = (each.removeprefix("format_") for each in dir(llama_chat_format) if each[:7] == "format_")
+    raise ValueError(
+        f"chat_format={name!r} is not one of llama-cpp-python's: use one of {', '.join(sorted(known))}"
+    )
+
+
 def _make_formatter(chat_format: str, template: str, bos: str, eos: str) -> Any:
     if chat_format:
-        formatter = find_format(chat_format)
-        if formatter is None:
-            known = (name.removeprefix("format_") for name in dir(llama_chat_format) if name[:7] == "format_")
-            raise ValueError(
-                f"chat_format={chat_format!r} is not one of llama-cpp-python's: use one of "
-                f"{', '.join(sorted(known))}"
-            )
-        return formatter
+        return chat_formatter(chat_format)
     if not template:
         return None
     if error := syntax_error(template):
