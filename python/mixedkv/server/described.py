@@ -57,6 +57,11 @@ class Described:
         return True
 
     @property
+    def chats(self) -> bool:
+        """False for a base model, which continues texts."""
+        return self.generates and bool(self.chat_template or self.settings.chat_format)
+
+    @property
     def expires_in(self) -> float:
         return math.inf
 

@@ -260,7 +260,11 @@ class Tokenizer:
         chat = chat.begun
         if chat.has_tools and self.renders and not self._renderer.takes_tools:
             return generic_tools.render(chat, self.rendered)
-        if self.thinks or not chat.is_plain:
+        if chat.options.continues and self.renders and not self.chat_template:
+            raise ValueError(
+                "continue_final_message: a chat format by name begins answers anew: leave it out"
+            )
+        if self.chat_template and (self.thinks or not chat.is_plain):
             return self._renderer.render(chat.messages, chat.tools, chat.choice, chat.options)
         result = self._format(chat.messages)
         stops = [result.stop] if isinstance(result.stop, str) else list(result.stop or ())
@@ -286,7 +290,8 @@ class Tokenizer:
     def _format(self, messages: Messages) -> Any:
         if self._formatter is None:
             raise ValueError(
-                "this model has no chat template: use /v1/completions, or serve it with chat_format"
+                "this is a base model: it continues texts and was not taught to chat. Send a text to "
+                "/v1/completions or /api/generate, or serve it with --chat-format chatml to chat all the same"
             )
         try:
             return self._formatter(messages=list(messages))
