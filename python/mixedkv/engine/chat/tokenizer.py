@@ -261,9 +261,7 @@ class Tokenizer:
         if chat.has_tools and self.renders and not self._renderer.takes_tools:
             return generic_tools.render(chat, self.rendered)
         if chat.options.continues and self.renders and not self.chat_template:
-            raise ValueError(
-                "continue_final_message: a chat format by name begins answers anew: leave it out"
-            )
+            raise ValueError("continue_final_message: a chat format by name begins each answer: leave it out")
         if self.chat_template and (self.thinks or not chat.is_plain):
             return self._renderer.render(chat.messages, chat.tools, chat.choice, chat.options)
         result = self._format(chat.messages)
