@@ -117,7 +117,7 @@ def _model(given: str, i: int, settings: ServerSettings) -> tuple[str, Path]:
 def _adapter(given: str, models: Sequence[tuple[str, Path]]) -> tuple[str, str, str, float]:
     """Return an adapter's name, the model it is for, its file and its strength."""
     named = _NAMED.fullmatch(given)
-    name, file = (named[1], named[2]) if named else (Path(given).stem, given)
+    name, file = (named[1], named[2]) if named else ("", given)
     scale, parent = 1.0, models[0][0]
     for model, _ in models:
         if file.startswith(f"{model}=") and not Path(file).exists():
@@ -125,7 +125,7 @@ def _adapter(given: str, models: Sequence[tuple[str, Path]]) -> tuple[str, str, 
             break
     if (scaled := _SCALED.fullmatch(file)) and not Path(file).exists():
         file, scale = scaled[1], float(scaled[2])
-    return name, parent, file, scale
+    return name or Path(file).stem, parent, file, scale
 
 
 def _encoder(given: str, models: Sequence[tuple[str, Path]]) -> tuple[str, str]:

@@ -118,7 +118,7 @@ class ServerSettings(DoorSettings):
     lora: Several = option(
         (),
         "LoRA adapter, served as a model of that name, with its strength, e.g. @0.5; repeat for more",
-        "NAME=[MODEL=]FILE[@X]",
+        "[NAME=[MODEL=]]FILE[@X]",
     )
     mmproj: Several = option((), "image encoder of a model, by default of the first one", "[NAME=]FILE")
     keep_alive: str = option(
