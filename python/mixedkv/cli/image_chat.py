@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -96,17 +96,25 @@ class ImageAnswer:
     def __init__(self, answer: Answer) -> None:
         self._answer, self._begin = answer, time.perf_counter()
         self.result: ChatResult | None = None
+        self._chunks = self._run()
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        return next(self._chunks)
 
     def __enter__(self) -> ImageAnswer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._chunks.close()
         self.cancel()
 
     def cancel(self) -> None:
         self._answer.cancel()
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def _run(self) -> Generator[dict[str, Any], None, None]:
         text, reason = "", "stop"
         try:
             for part in self._answer.parts():
