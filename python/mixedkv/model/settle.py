@@ -15,6 +15,7 @@ from mixedkv.limits import padded
 from mixedkv.model.footprint import WINDOWED, ModelShape, Sliding, footprint, model_shape, n_cells
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.layer_plan import LayerPlan, Shares
+from mixedkv.sizes import format_bytes
 
 Types = list[tuple[int, str, str]]
 
@@ -93,7 +94,8 @@ def _spend(
         window //= 2
     if (smallest := size(make(coarsest, window))) > budget:
         raise ValueError(
-            f"budget={budget}: the smallest cache takes {smallest} bytes: raise the budget, or lower n_ctx"
+            f"budget={budget}: the smallest cache takes {format_bytes(smallest)}: raise the "
+            "budget, or lower n_ctx"
         )
     steps = range(len(plan) + 1)
     n = bisect_right(steps, budget, key=lambda n: size(make(plan.types(n), window))) - 1
