@@ -87,7 +87,7 @@ class _Parser(argparse.ArgumentParser):
 
     def _get_option_tuples(self, option_string: str) -> Any:
         """Take `-c4096` for `-c 4096`, but not `-cnv` for `-c nv`: that is another program's option."""
-        if re.match(r"-[A-Za-z][A-Za-z-]", option_string):
+        if re.match(r"-[A-Za-z]([A-Za-z-]|$)", option_string):
             return []
         return super()._get_option_tuples(option_string)  # type: ignore[misc]
 

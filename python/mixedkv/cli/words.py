@@ -43,16 +43,19 @@ _INSTEAD = {  # of llama.cpp's options
     **dict.fromkeys(("-no-cnv", "--no-conversation"), "`mixedkv run` answers once, --raw continues a text"),
     **dict.fromkeys(("-sys", "--system", "--system-prompt"), "`mixedkv chat --system TEXT` has one"),
     **dict.fromkeys(("--no-mmap", "--mlock"), "--stream-layers and --memory say how weights are read"),
-    **dict.fromkeys(("--grammar", "--grammar-file", "-j", "--json-schema"), "requests to a server have it"),
+    **dict.fromkeys(
+        ("--grammar", "--grammar-file", "-j", "--json-schema"), "a request to `mixedkv serve` brings its own"
+    ),
     **dict.fromkeys(("-np", "--parallel", "--alias", "--api-key"), "that is for `mixedkv serve`"),
-    **dict.fromkeys(("--image",), "images need an encoder: --mmproj FILE"),
+    "--image": "`mixedkv run` has it, a chat `/image FILE`, and requests bring theirs",
     **dict.fromkeys(("-n", "--n-predict", "--predict"), "each request says its max_tokens"),
     **dict.fromkeys(("-md", "--model-draft"), "write --draft-model FILE"),
-    **dict.fromkeys(("--embedding",), "write --embeddings"),
+    "--embedding": "write --embeddings",
     **dict.fromkeys(
         ("--rerank", "--reranking", "--pooling"), "a model that ranks or embeds is known by its file"
     ),
-    **dict.fromkeys(("-cb", "--cont-batching", "--metrics", "--slots", "--webui"), "it is always there"),
+    **dict.fromkeys(("-cb", "--cont-batching", "--metrics", "--webui"), "it is always there"),
+    "--slots": "/v1/stats lists sequences",
     "--cache-reuse": "write --reuse chunks",
     "--timeout": "write --request-timeout S or --read-timeout S",
     "--ssl-key-file": "write --tls-key FILE",
@@ -61,7 +64,7 @@ _INSTEAD = {  # of llama.cpp's options
     "--chat-template": "write --chat-format NAME",
     "--color": "answers on a terminal have colours",
 }
-_FIELD = re.compile(r"(?<![\w/.'\"=-])(?:[a-z]+(?:_[a-z]+)+\b|[a-z]+(?==))", re.ASCII)
+_FIELD = re.compile(r"(?<![\w/.'\"=-])[a-z]+(?:_[a-z]+)+\b|(?:^|(?<=and ))[a-z]+(?==)", re.ASCII)
 _THOUSANDS = re.compile(r"(\d{1,6})k", re.IGNORECASE | re.ASCII)
 
 
@@ -141,7 +144,7 @@ def unknown(words: Iterable[str], known: Iterable[str], gone: Mapping[str, str] 
     if instead := gone.get(name.replace("--no-", "--", 1)) or _INSTEAD.get(name):
         return f"there is no {name}: {instead}"
     if not word.startswith("-"):
-        return f"{word!r} is one argument too many: put quotes around a text with spaces"
+        return f"{word!r} is one argument too many"
     return f"there is no option {name}{did_you_mean(name, known)}"
 
 
@@ -152,7 +155,7 @@ def as_options(text: str, known: Container[str]) -> str:
         name = "--" + found[0].replace("_", "-")
         return name if name in known else found[0]
 
-    return _FIELD.sub(option, text)
+    return _FIELD.sub(option, text).replace("verbose=True", "--verbose")
 
 
 def _row_type(text: str) -> str:
