@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def info(args: argparse.Namespace) -> None:
     file = read_model_file(find_model(one_model(args)))
     shape = model_shape(file)
-    contexts = args.n_ctx or [default_n_ctx(file)]
+    contexts = [n_ctx or default_n_ctx(file) for n_ctx in args.n_ctx or [0]]
     sizes = list(product(contexts, args.sequences))
     shares = read_shares(args.shares) if args.shares else None
     room = memory_room()

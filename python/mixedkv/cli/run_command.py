@@ -60,8 +60,9 @@ def run(args: argparse.Namespace) -> None:
     demo = _demo(args)
     text = "" if demo else _read_prompt(args)
     path = find_model(args.model)
+    encoder = image_encoder(args, path)
     if args.image:
-        _see(args, path, text)
+        _see(args, path, encoder, text)
         return
     with quiet(not args.verbose), open_model(path, args) as llm:
         if llm.fitted is not None and sys.stderr.isatty():
@@ -94,9 +95,8 @@ def _take_model(args: argparse.Namespace) -> str | None:
     return words[0] if words else None
 
 
-def _see(args: argparse.Namespace, path: Path, text: str) -> None:
+def _see(args: argparse.Namespace, path: Path, encoder: Path | None, text: str) -> None:
     """Answer a question about images."""
-    encoder = image_encoder(args, path)
     if encoder is None:
         raise ValueError("--image: the model needs an image encoder: give it with --mmproj FILE")
     from mixedkv.cli.image_chat import ImageChat

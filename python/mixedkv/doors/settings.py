@@ -216,7 +216,9 @@ def _explain(error: dict[str, Any], origins: Mapping[str, str]) -> str:
     wanted = str(cause) or error["msg"]
     for theirs, ours in _WORDS.items():
         wanted = wanted.replace(theirs, ours)
-    said = f"{error['loc'][0]}={error['input']!r}"
+    given = error["input"]
+    value = ", ".join(map(str, given)) if isinstance(given, list | tuple) else repr(given)
+    said = f"{error['loc'][0]}={value}"
     if wanted.startswith(said):  # by who reads the value elsewhere too
-        return f"{origin}={error['input']!r}{wanted.removeprefix(said)}"
-    return f"{origin}={error['input']!r}: {wanted}"
+        return f"{origin}={value}{wanted.removeprefix(said)}"
+    return f"{origin}={value}: {wanted}"

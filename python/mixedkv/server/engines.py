@@ -199,8 +199,6 @@ def load_model(
         n_ctx = int(weights.n_ctx())
     elif not model.n_ctx and (settings.stream_layers or settings.memory):
         n_ctx = default_n_ctx(file)
-    if model.adapter and not Path(model.adapter).is_file():
-        raise FileNotFoundError(f"lora={model.name}={model.adapter}: there is no such file")
     if model.adapter and settings.memory:
         raise ValueError(
             "lora: a model with an adapter streams layers of its own, so memory is not the budget of both: "

@@ -95,7 +95,7 @@ def check_keeps(settings: ServerSettings, files: Sequence[ModelFile]) -> None:
 
 
 def check_files(model: ServedModel) -> None:
-    """Check that the files of a model that is loaded later exist.
+    """Check that the files beside a model exist, before it is loaded.
 
     Raises:
         FileNotFoundError: a file is missing.

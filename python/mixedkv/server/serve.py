@@ -25,7 +25,7 @@ from mixedkv.server.app import make_app
 from mixedkv.server.described import Described, description
 from mixedkv.server.engines import open_engines
 from mixedkv.server.http_server import HTTPServer, Served, listen, url
-from mixedkv.server.models import check_adapters, check_keeps, served_models
+from mixedkv.server.models import check_adapters, check_files, check_keeps, served_models
 from mixedkv.server.pending import Delivery
 from mixedkv.server.pools import Pools
 from mixedkv.server.router.router import Router, make_router_app
@@ -102,6 +102,8 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
     key = key_from_file(settings.store_key_file) if settings.store_key_file else None
     metrics_key = MetricsKey.load(settings.metrics_key_file) if settings.metrics_key_file else None
     models = served_models(settings)
+    for model in models:
+        check_files(model)
     file = read_model_file(models[0].path)
     embeds = only_embeds(file)
     check_keeps(settings, [file])
