@@ -71,7 +71,7 @@ def test_a_session_goes_on_from_the_store(real_model_gemma_q4: Path, tmp_path: P
 
 def test_drafts_change_no_answer(real_model_gemma_q4: Path) -> None:
     """Of text that repeats itself, so that there is something to look up. Several tokens at once may be
-    summed in another order: where two are as good as equally likely, an answer may part.
+    summed in another order: where two are about equally likely, an answer may part (decision 049).
     """
     with (
         Llama(real_model_gemma_q4, n_ctx=2048, n_seq_max=4, kv_unified=True, **OPTIONS) as llm,
@@ -88,14 +88,14 @@ def test_drafts_change_no_answer(real_model_gemma_q4: Path) -> None:
     pairs = list(zip(plain.logprobs, drafted.logprobs, strict=False))
     first = next((one for one, other in pairs if one.token != other.token), None)
     if first is not None:
-        assert abs(np.subtract(*first.top["logprob"])) < 0.1
+        assert abs(np.subtract(*first.top["logprob"])) < 0.5
     else:
         assert drafted.text == plain.text
 
 
 def test_streamed_layers_give_the_same_bits(real_model_gemma_q4: Path) -> None:
     found = []
-    for options in ({}, {"stream_layers": 6, "stream_mode": "prefetch"}):
+    for options in ({"stream_mode": "resident"}, {"stream_layers": 6, "stream_mode": "prefetch"}):
         with Llama(real_model_gemma_q4, n_ctx=1024, **OPTIONS, **options) as llm:
             llm.eval(tokens_of(llm))
             found.append(next_logits(llm))
