@@ -51,6 +51,7 @@ from mixedkv.native.llama_arguments import (
 from mixedkv.native.memory import gpu_room, memory_room
 from mixedkv.native.templates import readable
 from mixedkv.prompts import long_text
+from mixedkv.sizes import format_bytes
 from mixedkv.streaming.layer_choice import Asked
 from mixedkv.streaming.streaming import Mode, Streaming, plan_streaming
 
@@ -559,8 +560,8 @@ class Llama(GuardedLlama):
         """Warn of a cache larger than F16's."""
         if isinstance(self._setting, MixedKVConfig) and (stats := self._kv.stats()).saving < 0:
             warnings.warn(
-                f"kv={str(self._setting)!r} takes {stats.bytes_total} bytes here, more than the "
-                f"{stats.bytes_f16} of kv='f16'",
+                f"kv={str(self._setting)!r} takes {format_bytes(stats.bytes_total)} here, more than the "
+                f"{format_bytes(stats.bytes_f16)} of kv='f16'",
                 stacklevel=3,
             )
 

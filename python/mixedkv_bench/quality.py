@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +28,7 @@ from mixedkv_bench.harness.summary import log_softmax, standard_error
 from mixedkv_bench.harness.table import Cells, Table, number
 
 _SEED = 50_000
-_CHUNK_FLOATS = 1 << 22  # of one chunk's logits
+_CHUNK_FLOATS = 1 << 24  # of one chunk's logits
 _MOST = np.float32(80)  # change of a logit, whose exponential single precision still holds
 
 _MODES = {"batch": "in large batches", "token": "token by token"}
@@ -155,7 +156,6 @@ class _Contender:
     error: str = ""
     facts: CacheFacts = field(default_factory=CacheFacts)
     kept: list[npt.NDArray[np.float64]] = field(default_factory=list)  # [position, column]
-    at: list[npt.NDArray[np.int64]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.context is not None:
@@ -169,39 +169,43 @@ def _read(
     mode: str,
     progress: Bar,
 ) -> None:
-    """Evaluate a document in every context, and compare the distributions chunk by chunk."""
+    """Evaluate a document in every context, and compare distributions of its second half chunk by chunk."""
+    half = len(document) // 2
     chunk = max(32, min(MICRO_BATCH, _CHUNK_FLOATS // reference.model.n_vocab))
+    cuts = [*range(0, half, MICRO_BATCH), *range(half, len(document), chunk), len(document)]
     running = [each for each in contenders if each.context is not None and not each.error]
     for context in (reference, *(each.context for each in running)):
         assert context is not None
         context.clear()
-    for start in range(0, len(document) - 1, chunk):
-        tokens = document[start : start + chunk]
-        following = document[start + 1 : start + 1 + len(tokens)]  # one short at the document's end
-        n = len(following)
-        want = Distributions.of(_logits(reference, tokens, mode)[:n])
+    for start, end in pairwise(cuts):
+        tokens = document[start:end]
+        following = document[start + 1 : end + 1] if start >= half else document[:0]
+        n = len(following)  # one short at the document's end
+        want = Distributions.of(_logits(reference, tokens, mode, n))
         for contender in running:
             progress.show(f"quality, {mode}: {contender.setting.name}")
             assert contender.context is not None
             try:
-                got = _logits(contender.context, tokens, mode)[:n]
+                got = _logits(contender.context, tokens, mode, n)
             except CannotRunError as error:
                 contender.error = str(error)
                 continue
-            contender.kept.append(compare(want, got, following))
-            contender.at.append(np.arange(start, start + n))
+            if n:
+                contender.kept.append(compare(want, got, following))
         running = [each for each in running if not each.error]
         progress.step(len(tokens))
 
 
-def _logits(context: Context, tokens: npt.NDArray[np.int32], mode: str) -> npt.NDArray[np.float32]:
+def _logits(context: Context, tokens: npt.NDArray[np.int32], mode: str, n: int) -> npt.NDArray[np.float32]:
+    """Evaluate tokens, and return the logits of the first `n`: of all but one at most, or of none."""
     if mode == "batch":
-        context.decode(tokens, outputs="all")
-        return context.logits(len(tokens))
-    rows = np.empty((len(tokens), context.model.n_vocab), np.float32)
-    for row, token in zip(rows, tokens, strict=True):
+        context.decode(tokens, outputs="all" if n else "last")
+        return context.logits(len(tokens) if n else 1)[:n]
+    rows = np.empty((n, context.model.n_vocab), np.float32)
+    for i, token in enumerate(tokens):
         context.decode([token])
-        row[:] = context.logits()[0]
+        if i < n:
+            rows[i] = context.logits()[0]
     return rows
 
 
@@ -277,8 +281,7 @@ def _row(contender: _Contender, mode: str, options: Options, documents: Sequence
     if contender.error:
         row["error"] = contender.error
     if contender.kept:
-        kept, at = np.concatenate(contender.kept), np.concatenate(contender.at)
-        row |= _summary(kept[at >= n_ctx // 2])
+        row |= _summary(np.concatenate(contender.kept))
     return QualityRow.model_validate(row)
 
 

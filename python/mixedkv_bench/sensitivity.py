@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from mixedkv.config import MixedKVConfig
+from mixedkv.model.footprint import n_cells
 from mixedkv.model.layer_plan import FINEST, MEASURED, LayerPlan, Part, Shares
 from mixedkv.model.settle import shorten
 from mixedkv_bench.bench_test import Bench, BenchTest, Options
@@ -35,7 +36,7 @@ class SensitivityRow(Row):
     n_ctx: int = Field(description="tokens of a document")
     layer: int | None = measured("whose K or V has the coarsest type")
     part: Part | None = measured('`"k"` or `"v"`')
-    bits: float | None = measured("bits of a K or V element, F16 rows left out")
+    bits: float | None = measured("bits of an allocated K or V element, F16 rows left out")
     kld_mean: float | None = measured("mean KL divergence from an F32 cache, nats")
     kld_se: float | None = measured("its standard error")
     kld_median: float | None = measured("its median")
@@ -81,7 +82,7 @@ def measure(bench: Bench) -> None:
 
 
 def _plan(options: Options, shares: Shares | None = None) -> LayerPlan:
-    return LayerPlan(options.shape, shares)
+    return LayerPlan(options.shape, shares, cells=n_cells(options.shape, options.n_ctx))
 
 
 def _measure_shares(

@@ -7,7 +7,7 @@ sequence that shares the document's rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -65,10 +65,30 @@ class TasksRow(CacheRow):
 
 @dataclass(frozen=True)
 class _Case:
-    """A document in tokens, and its questions; an item of None is a text to go on with."""
+    """A document in tokens, and its questions."""
 
     document: list[int]
-    prompts: list[tuple[TaskItem | None, list[int]]]
+    prompts: list[_Prompt]
+
+
+@dataclass(frozen=True)
+class _Prompt:
+    """A question in tokens; an item of None is a text to go on with.
+
+    Args:
+        n_read: the last tokens whose likeliest successors are what is said first: 1, or more where an answer
+            is given.
+    """
+
+    item: TaskItem | None
+    tokens: list[int]
+    n_read: int = 1
+
+    def goes_on(self, said: Sequence[int], text: Callable[[Sequence[int]], str]) -> bool:
+        """Return whether more tokens are to be generated."""
+        if self.item is None:
+            return len(said) < _GREEDY
+        return len(said) < self.item.n_tokens and not self.item.is_decided(text(said))
 
 
 @dataclass
@@ -91,10 +111,21 @@ def make_cases(model: LoadedModel, options: Options, depth: int) -> list[_Case]:
     cases = []
     for i in range(options.repeats):
         for pile in make_piles(options.tasks, _SEED + i, depth, count):
-            prompts = [(item, tokenize(item.prompt)) for item in pile.items]
-            texts = [(None, tokenize(start)) for start in _STARTS]
+            prompts = [make_prompt(item, tokenize, model.text) for item in pile.items]
+            texts = [_Prompt(None, tokenize(start)) for start in _STARTS]
             cases.append(_Case(head + tokenize(pile.text), [*prompts, *texts]))
     return cases
+
+
+def make_prompt(
+    item: TaskItem, tokenize: Callable[[str], list[int]], text: Callable[[Sequence[int]], str]
+) -> _Prompt:
+    """Return a question in tokens, with those of its answer if they are given."""
+    if item.n_tokens:
+        return _Prompt(item, tokenize(item.prompt))
+    tokens = tokenize(f"{item.prompt} {item.answer}")
+    n = next(n for n in range(1, len(tokens)) if text(tokens[-n:]).strip() == item.answer)
+    return _Prompt(item, tokens[:-1], n)
 
 
 def check(options: Options) -> None:
@@ -161,14 +192,12 @@ def _ask(bench: Bench, setting: Setting, depth: int, cases: Sequence[_Case]) -> 
 def _answers(context: Context, case: _Case) -> Iterator[tuple[TaskItem | None, list[int], bool]]:
     for start in range(0, len(case.prompts), _AT_ONCE):
         group = case.prompts[start : start + _AT_ONCE]
-        texts = greedy(context, [tokens for _, tokens in group], [item for item, _ in group])
-        for (item, _), tokens in zip(group, texts, strict=True):
+        for prompt, tokens in zip(group, answers(context, group), strict=True):
+            item = prompt.item
             yield item, tokens, item is not None and item.is_right(context.model.text(tokens))
 
 
-def greedy(
-    context: Context, prompts: Sequence[Sequence[int]], items: Sequence[TaskItem | None]
-) -> list[list[int]]:
+def answers(context: Context, prompts: Sequence[_Prompt]) -> list[list[int]]:
     """Return the likeliest tokens after each prompt, each in a sequence that goes on from sequence 0: of an
     item until the answer is decided or has no room, without one `_GREEDY` tokens.
     """
@@ -176,21 +205,21 @@ def greedy(
     for seq in range(1, len(prompts) + 1):
         context.copy(seq)
     for first, group in _batches(prompts):
-        ends = np.cumsum([len(prompt) for prompt in group])
-        tokens = np.concatenate([np.asarray(prompt, np.int32) for prompt in group])
-        positions = np.concatenate([n_past + np.arange(len(prompt)) for prompt in group])
-        seqs = np.concatenate([np.full(len(prompt), first + i + 1) for i, prompt in enumerate(group)])
-        context.decode_rows(tokens, positions, seqs)
-        said += [[int(token)] for token in context.logits(len(tokens))[ends - 1].argmax(axis=1)]
+        tokens = np.concatenate([np.asarray(prompt.tokens, np.int32) for prompt in group])
+        positions = np.concatenate([n_past + np.arange(len(prompt.tokens)) for prompt in group])
+        seqs = np.concatenate([np.full(len(prompt.tokens), first + i + 1) for i, prompt in enumerate(group)])
+        read = np.concatenate([np.arange(len(p.tokens))[::-1] < p.n_read for p in group])
+        context.decode_rows(tokens, positions, seqs, read)
+        found = context.logits(int(read.sum())).argmax(axis=1)
+        ends = np.cumsum([prompt.n_read for prompt in group])
+        said += [[int(token) for token in part] for part in np.split(found, ends[:-1])]
 
-    def goes_on(item: TaskItem | None, text: list[int]) -> bool:
-        if item is None:
-            return len(text) < _GREEDY
-        return len(text) < item.n_tokens and not item.is_decided(context.model.text(text))
+    def goes_on(i: int) -> bool:
+        return prompts[i].goes_on(said[i], context.model.text)
 
-    while live := [i for i, text in enumerate(said) if goes_on(items[i], text)]:
+    while live := [i for i in range(len(said)) if goes_on(i)]:
         last = np.array([said[i][-1] for i in live], np.int32)
-        at = np.array([n_past + len(prompts[i]) + len(said[i]) - 1 for i in live])
+        at = np.array([n_past + len(prompts[i].tokens) + len(said[i]) - 1 for i in live])
         context.decode_rows(last, at, np.array(live) + 1)
         for i, token in zip(live, context.logits(len(live)).argmax(axis=1), strict=True):
             said[i].append(int(token))
@@ -199,14 +228,14 @@ def greedy(
     return said
 
 
-def _batches(prompts: Sequence[Sequence[int]]) -> Iterator[tuple[int, Sequence[Sequence[int]]]]:
+def _batches(prompts: Sequence[_Prompt]) -> Iterator[tuple[int, Sequence[_Prompt]]]:
     """Yield as many prompts at a time as fit into a micro-batch, with the index of their first."""
     first = n = 0
     for i, prompt in enumerate(prompts):
-        if n and n + len(prompt) > MICRO_BATCH:
+        if n and n + len(prompt.tokens) > MICRO_BATCH:
             yield first, prompts[first:i]
             first, n = i, 0
-        n += len(prompt)
+        n += len(prompt.tokens)
     yield first, prompts[first:]
 
 

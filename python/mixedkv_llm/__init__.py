@@ -30,6 +30,7 @@ _VARIABLE = "MIXEDKV_LLM_MODELS"  # more of them: NAME=FILE, or what -m takes, w
 _KEPT = "mixedkv-kv"  # in llm's folder
 _DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 _STOP_SECONDS = 30.0
+_BASE = "schemas and tools need a model that was taught to chat, or -o chat_format chatml"
 _LOADING = "mixedkv: the model was not loaded"
 
 
@@ -54,6 +55,9 @@ class Options(llm.Options):
     max_tokens: int | None = Field(None, ge=1, description="of the answer")
     kv: str | None = Field(None, description="the cache, as in `mixedkv run`: mixed:balanced")
     n_ctx: int | None = Field(None, ge=1, description="tokens of the context")
+    chat_format: str | None = Field(
+        None, description="chat with a base model in this format, e.g. chatml; without, it continues texts"
+    )
     keep: bool | None = Field(
         None, description="keep KV on disk, so that `llm -c` evaluates what is new; default: yes"
     )
@@ -90,12 +94,16 @@ class MixedKVModel(llm.Model):
             for name in ("top_k", "min_p", "repeat_penalty")
             if (value := getattr(options, name)) is not None
         }
+        server = self._server(options)
+        if not server.chats:
+            yield from self._continue(prompt, response, server, {**body, "extra_body": extra})
+            return
         if prompt.schema:
             form = {"name": "schema", "schema": prompt.schema}
             body["response_format"] = {"type": "json_schema", "json_schema": form}
         if prompt.tools:
             body["tools"] = [_tool(tool) for tool in prompt.tools]
-        chunks = self._server(options).client.chat.completions.create(
+        chunks = server.client.chat.completions.create(
             model=self.model_id,
             messages=[message for each in prompt.messages for message in _messages(each)],
             stream=True,
@@ -124,10 +132,25 @@ class MixedKVModel(llm.Model):
                 llm.ToolCall(name=name, arguments=_arguments(arguments), tool_call_id=call_id)
             )
 
+    def _continue(self, prompt: Any, response: Any, server: _Server, body: dict[str, Any]) -> Iterator[str]:
+        """Have a base model continue the text of all messages."""
+        if prompt.schema or prompt.tools:
+            raise llm.ModelError(f"{self.model_id} continues texts: {_BASE}")
+        text = "".join(each["content"] for message in prompt.messages for each in _messages(message))
+        chunks = server.client.completions.create(
+            model=self.model_id, prompt=text, stream=True, stream_options={"include_usage": True}, **body
+        )
+        for chunk in chunks:
+            if chunk.usage is not None:
+                response.set_usage(input=chunk.usage.prompt_tokens, output=chunk.usage.completion_tokens)
+            yield from (choice.text for choice in chunk.choices if choice.text)
+
     def _server(self, options: Any) -> _Server:
         settings = [] if self._model == "bundled" else ["--model", self._model]
         if options.kv:
             settings += ["--kv", options.kv]
+        if options.chat_format:
+            settings += ["--chat-format", options.chat_format]
         if options.n_ctx:
             settings += ["--n-ctx", str(options.n_ctx)]
         if options.keep is not False:
@@ -177,6 +200,9 @@ class _Server:
                 self._process.wait(0.05)
                 lines = log.read_text("utf-8", "replace").strip().splitlines() or [_LOADING]
                 raise llm.ModelError(lines[-1])
+
+        meta = http.get("http://localhost/v1/models").json()["data"][0]["meta"]
+        self.chats: bool = meta["chats"]
 
     def _is_ready(self, http: httpx.Client) -> bool:
         with contextlib.suppress(httpx.TransportError):

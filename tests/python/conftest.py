@@ -14,7 +14,7 @@ import pytest
 import mixedkv  # noqa: F401  (before llama_cpp)
 from mixedkv import Llama
 from mixedkv.chat import MessageCache
-from mixedkv.model.smollm2 import smollm2_f16, smollm2_q4_1
+from mixedkv.model.packaged_model import GEMMA3, SMOLLM2
 from mixedkv.store import KVStore
 from support import zoo
 from support.conversation_support import empty, open_llama
@@ -114,19 +114,37 @@ def load(zoo_dir: Path) -> Iterator[Callable[..., Model]]:
 @pytest.fixture(scope="session")
 def real_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2 with F16 weights, in a folder without a sidecar."""
-    return _real(smollm2_f16, tmp_path_factory)
+    return _real(SMOLLM2.f16, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def real_model_q4_1(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2 in Q4_1, as it was downloaded, in a folder without a sidecar."""
-    return _real(smollm2_q4_1, tmp_path_factory)
+    return _real(SMOLLM2.quantised, tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def real_model_planted(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2 with F16 weights and outliers planted in its keys."""
     return plant(real_model, tmp_path_factory.mktemp("planted") / "SmolLM2-planted.gguf", seed=1)
+
+
+@pytest.fixture(scope="session")
+def real_model_gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gemma 3 270M with F16 weights, in a folder without a sidecar: sliding windows, one wide KV head."""
+    return _real(GEMMA3.f16, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def real_model_gemma_q4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gemma 3 270M in Q4_K_M, as it was downloaded, in a folder without a sidecar."""
+    return _real(GEMMA3.quantised, tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def real_model_gemma_planted(real_model_gemma: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Gemma 3 270M with F16 weights and outliers planted in its keys."""
+    return plant(real_model_gemma, tmp_path_factory.mktemp("planted") / "gemma-planted.gguf", seed=1)
 
 
 def _real(find: Callable[[], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -12,7 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Repair
+from mixedkv.chunks.deviation import Deviation, compare, last_logits
 from mixedkv.chunks.drift import DamagedRowsError
+from mixedkv.chunks.gate import Waiting
 from mixedkv.chunks.passages import Passages, check_method
 from mixedkv.chunks.plan import Segment
 from mixedkv.chunks.repair import Method, method_of
@@ -31,11 +33,15 @@ Prompt = str | npt.ArrayLike
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkStats:
-    """Counts of a `ChunkCache`: prompts, tokens reused and evaluated.
+    """Counts of a `ChunkCache`: prompts, tokens reused and evaluated, checks.
 
     Args:
         n_prompts, n_tokens: prompts that were asked for, and their tokens.
         n_cached_exact, n_cached_approximate, n_evaluated: sums of those in `ChunkReuse`.
+        n_checked: requests that were also evaluated exactly, as a check.
+        n_waiting: requests that wait for a check.
+        kld_mean, same_top1: averages of the latest checks; None before the first.
+        off: why chunks are not reused any more; "" while they are.
     """
 
     n_prompts: int
@@ -43,6 +49,11 @@ class ChunkStats:
     n_cached_exact: int
     n_cached_approximate: int
     n_evaluated: int
+    n_checked: int
+    n_waiting: int
+    kld_mean: float | None
+    same_top1: float | None
+    off: str
 
 
 class ChunkCache:
@@ -59,17 +70,17 @@ class ChunkCache:
     Args:
         llm: the `Llama`; docs/passages.md lists supported models and settings.
         store: the store that rows come from; approximate rows are never stored.
-        **options: of `ChunkOptions`: repair, ratio, chunk_size, ...
+        **options: of `ChunkOptions`: repair, ratio, chunk_size, max_kld, check, ...
 
     Raises:
         UnsupportedModelError: rows of this model cannot be moved, or the method needs another cache.
-        ValueError: a setting is out of range.
+        ValueError: a setting is out of range, or the calibration belongs to another model.
     """
 
     def __init__(self, llm: Llama, store: KVStore, **options: Any) -> None:
         self.llm, self._store = llm, store
         self._passages = Passages(llm, store, **options)
-        self.method = self._passages.method
+        self.method, self._gate = self._passages.method, self._passages.gate
         self.placed: tuple[Segment, ...] = ()  # passages of the last prompt
         self.kept: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)  # which of its rows come from a donor
         self._totals = dict.fromkeys(("prompts", "tokens", "exact", "approximate", "evaluated"), 0)
@@ -116,6 +127,8 @@ class ChunkCache:
         sequence.leave()
         done = replace(done, seconds=time.perf_counter() - begin)
         self._count(done)
+        if not done.exact and done.n_cached_approximate and self._gate.wants():
+            self._gate.add(Waiting(tokens, last_logits(self.llm), tenant))
         return done
 
     def warm(self, documents: Sequence[Prompt], *, tenant: str = "", before: Prompt = "") -> list[Saved]:
@@ -144,15 +157,38 @@ class ChunkCache:
         """Index the entries that were stored since the last prompt, so that the next prompt need not."""
         self._passages.refresh(Identity.of(self.llm, tenant=tenant))
 
+    # --- the gate ---
+
+    def check_pending(self) -> Deviation | None:
+        """Check one of the sampled requests by evaluating it exactly. Return None if there is none. Call it
+        in idle time.
+
+        Sequence 0 then holds that prompt.
+        """
+        waiting = self._gate.take()
+        if waiting is None:
+            return None
+        # nobody goes on from what is not left
+        LoneSequence(self.llm, self._store, Identity.of(self.llm), "check", untouched=True)
+        self.llm.eval(waiting.tokens.tolist())
+        deviation = compare(last_logits(self.llm), waiting.logits)
+        self._gate.note(deviation)
+        return deviation
+
     def stats(self) -> ChunkStats:
         """Return counts since the cache was made."""
-        totals = self._totals
+        gate, totals = self._gate, self._totals
         return ChunkStats(
             n_prompts=totals["prompts"],
             n_tokens=totals["tokens"],
             n_cached_exact=totals["exact"],
             n_cached_approximate=totals["approximate"],
             n_evaluated=totals["evaluated"],
+            n_checked=gate.n_checked,
+            n_waiting=gate.n_waiting,
+            kld_mean=gate.kld_mean,
+            same_top1=gate.same_top1,
+            off=gate.closed,
         )
 
     # --- steps ---
@@ -200,6 +236,7 @@ class ChunkCache:
             ratio=method.share if rows else 0.0,
             donors=tuple(_use(segment) for segment, _ in rows),
             seconds=0.0,
+            reason=self._gate.closed if reuse == "chunks" else "",
         )
 
     def _tokens(self, prompt: Prompt, bos: bool = True) -> Tokens:

@@ -4,6 +4,7 @@ how they are repaired. Both `ChunkCache` and the engine use this.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -11,9 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mixedkv.chunks.calibration import read_calibration
 from mixedkv.chunks.chunk_reuse import REPAIRS, ChunkChoice, Repair
 from mixedkv.chunks.donors import DonorIndex
 from mixedkv.chunks.fingerprints import WIDTH, TextEnds
+from mixedkv.chunks.gate import Gate
 from mixedkv.chunks.plan import SHORTEST_SEGMENT, find_segments
 from mixedkv.chunks.repair import Method
 from mixedkv.chunks.stitch import Rows
@@ -23,6 +26,10 @@ from mixedkv.store import Identity, KVStore
 from mixedkv.tokens import Tokens
 
 _INDEXES = 64  # identities (and so tenants) whose donors are kept in memory
+
+
+class UncalibratedWarning(UserWarning):
+    """The effect of reusing chunks was not measured on this model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +42,11 @@ class ChunkOptions:
         boundary_window: maximum number of tokens by which the edge of a passage moves to the end of a
             sentence, line or message.
         max_donors: maximum number of places that are remembered for a passage.
-        repair, ratio, overlap_k: see `Method`; "query" if none is given.
+        repair, ratio, overlap_k: see `Method`. If none is given, the calibration chooses; without one it is
+            "query".
+        max_kld: median divergence of checked requests, in nats, above which chunks are no longer reused.
+        check: share of the requests that are also evaluated exactly, in idle time.
+        seed: seed of the choice of these.
 
     Raises:
         ValueError: a setting is out of range.
@@ -47,6 +58,9 @@ class ChunkOptions:
     repair: Repair | None = None
     ratio: float | None = None
     overlap_k: int | None = None
+    max_kld: float = 0.25
+    check: float = 0.01
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         _check_whole("chunk_size", self.chunk_size, 2 * WIDTH, 2**31 - 1)
@@ -54,13 +68,16 @@ class ChunkOptions:
         _check_whole("max_donors", self.max_donors, 1, 1024)
 
     @property
-    def method(self) -> Method:
+    def method(self) -> Method | None:
+        """The method that was asked for; None if none was."""
+        if self.repair is None and self.ratio is None and self.overlap_k is None:
+            return None
         return Method(repair=self.repair or "query", ratio=self.ratio, overlap_k=self.overlap_k)
 
 
 _KINDS: dict[str, Callable[[str], Any]] = {
     "repair": str,
-    "ratio": float,
+    **dict.fromkeys(("ratio", "max_kld", "check"), float),
     **dict.fromkeys(("overlap_k", "chunk_size", "boundary_window"), int),
 }
 
@@ -85,7 +102,8 @@ def parse_chunks(text: str) -> dict[str, Any]:
             raise ValueError(f"{name}={value!r}: use a number") from None
     if isinstance(size := options.get("chunk_size"), int):
         options.setdefault("boundary_window", max(0, min(ChunkOptions().boundary_window, size // 2)))
-    _ = ChunkOptions(**options).method  # which checks the others
+    found = ChunkOptions(**options)
+    _ = found.method, Gate(found.max_kld, found.check)  # which check the others
     return options
 
 
@@ -103,6 +121,7 @@ class Passages:
 
     Attributes:
         method: how they are repaired.
+        gate: whether passages may be used.
 
     Raises:
         UnsupportedModelError, ValueError: as `ChunkCache`.
@@ -117,7 +136,8 @@ class Passages:
         self._store = store
         identity = Identity.of(llm)
         check_model(llm, identity, size)
-        self.method = self._options.method
+        self.gate = Gate(self._options.max_kld, self._options.check, self._options.seed)
+        self.method = self._options.method or self._calibrated(identity) or Method()
         check_method(llm, self.method)
         self._n_ctx, self._sliding_window = n_ctx, identity.sliding_window
         self._unsupported = _unsupported(llm)
@@ -156,7 +176,11 @@ class Passages:
     def find(
         self, tokens: Tokens, identity: Identity, n_exact: int, options: ChunkOptions | None = None
     ) -> Rows:
-        """Return the passages behind the first `n_exact` tokens, which have rows, and the first chunk."""
+        """Return the passages after the first `n_exact` tokens, which have rows, and after the first chunk;
+        none while the gate is closed.
+        """
+        if self.gate.closed:
+            return []
         options = options or self._options
         index, ends = self.refresh(identity), self._ends.of(tokens)
         low, shortest = max(n_exact, _head(ends, options)), SHORTEST_SEGMENT
@@ -182,6 +206,22 @@ class Passages:
         self._indexes[identity.digest] = index  # the last one used comes last
         index.refresh()
         return index
+
+    def _calibrated(self, identity: Identity) -> Method | None:
+        folder = self._store.folder
+        found = read_calibration(folder, identity) if folder is not None else None
+        if found is None:
+            warnings.warn(
+                "what reuse of chunks does to this model has not been measured: run `mixedkv bench reuse "
+                "--calibrate`, or choose a repair yourself",
+                UncalibratedWarning,
+                stacklevel=4,
+            )
+            return None
+        if found.chosen is None:
+            self.gate.close(f"no method met max_kld={found.max_kld:g} when this model was calibrated")
+            return None
+        return found.chosen.method
 
 
 def _head(ends: npt.NDArray[np.int8], options: ChunkOptions) -> int:

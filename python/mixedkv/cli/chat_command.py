@@ -6,10 +6,10 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from rich.console import Console
 from rich.text import Text
@@ -19,19 +19,25 @@ from mixedkv.cli.chat_commands import ChatCommands
 from mixedkv.cli.chat_history import ChatHistory
 from mixedkv.cli.chat_markdown import markdown_shown, show_markdown
 from mixedkv.cli.chat_terminal import StopSignal, questions
-from mixedkv.cli.model import add_llama_arguments, open_model, quiet
+from mixedkv.cli.model import add_llama_arguments, image_encoder, open_model, quiet
 from mixedkv.cli.sampling import add_sampling_arguments, sampling_options
 from mixedkv.cli.values import add_n_predict, duration, gigabytes
 from mixedkv.cli.words import add_place, flags, one_model, take_words
 from mixedkv.config import parse_kv
 from mixedkv.errors import StoppedError
 from mixedkv.llama import Llama
+from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.named_model import HELP as MODEL_HELP
 from mixedkv.model.named_model import find_model
 from mixedkv.store import KVStore
 from mixedkv.store.encryption import KeyCipher, KeySource, parse_key_source
 from mixedkv.store.eviction import EVICTIONS
 from mixedkv.terminal import with_prompt_bar
+
+if TYPE_CHECKING:
+    from mixedkv.cli.image_chat import ImageChat
+
+    Answering: TypeAlias = MessageCache | ImageChat
 
 _KV = "kv"
 _SHOWN = 6  # messages to show of a continued chat
@@ -87,23 +93,36 @@ def chat(args: argparse.Namespace) -> None:
     if args.key and args.history is None:
         raise ValueError("--key: there is no --history to encrypt")
     key = parse_key_source(args.key) if args.key else None
-    path = find_model(one_model(args))
+    args.model = one_model(args)
+    path = find_model(args.model)
     folder = Path(args.history) if args.history is not None else None
     history = ChatHistory(folder, args.new, KeyCipher(key) if key is not None else None)
     if history.encrypted_now:
         _tell("the messages were kept in plain text: they are encrypted now")
-    with quiet(not args.verbose), open_model(path, args) as llm, _store(history, args, key) as store:
-        if "tokenizer.chat_template" not in llm.metadata:
-            raise ValueError(
-                f"{path.name} was not made for chats: it has no chat template. `mixedkv run` continues a text"
-            )
-        with MessageCache(llm, store) as cache:
-            options = {"max_tokens": args.n_predict, **sampling_options(args, path)}
-            _talk(llm, cache, history, args, options)
+    if not (args.chat_format or "tokenizer.chat_template" in read_model_file(path).metadata):
+        raise ValueError(
+            f"{path.name} is a base model: it was not taught to chat. Have it continue a text with "
+            "`mixedkv run`, or chat all the same with --chat-format chatml"
+        )
+    encoder = image_encoder(args, path)
+    if encoder is None and any(message.get("images") for message in history.messages):
+        raise ValueError("this chat has images: give the model's image encoder with --mmproj FILE")
+    options = {"max_tokens": args.n_predict, **sampling_options(args, path)}
+    with quiet(not args.verbose), ExitStack() as stack:
+        llm = stack.enter_context(open_model(path, args, for_images=encoder is not None))
+        store = stack.enter_context(_store(history, args, key))
+        cache: Answering
+        if encoder is None:
+            cache = stack.enter_context(MessageCache(llm, store))
+        else:
+            from mixedkv.cli.image_chat import ImageChat
+
+            cache = stack.enter_context(ImageChat(llm, encoder, args.chat_format, store))
+        _talk(llm, cache, history, args, options)
 
 
 def _talk(
-    llm: Llama, cache: MessageCache, history: ChatHistory, args: argparse.Namespace, options: dict[str, Any]
+    llm: Llama, cache: Answering, history: ChatHistory, args: argparse.Namespace, options: dict[str, Any]
 ) -> None:
     if history.messages:
         _show(history.messages, args.plain)
@@ -114,14 +133,14 @@ def _talk(
         what = str(llm.fitted or f"{llm.n_ctx():,} tokens, {args.kv or 'mixed'}")
         _tell(f"{name}, {what}; /? lists commands, Ctrl-D ends")
     took = ""
-    commands = ChatCommands(llm, history, lambda: took)
+    commands = ChatCommands(llm, history, lambda: took, getattr(cache, "read", None))
     for text in _questions(history):
         if commands.ends(text):
             return
         if (told := commands.run(text)) is not None:
             _tell(told)
             continue
-        question = {"role": "user", "content": text}
+        question: dict[str, Any] = {"role": "user", "content": text, **commands.take_images()}
         begin = time.perf_counter()
         result, stopped = _answer(llm, cache, [*history.messages, question], args.plain, options)
         if result is not None and (result.content or not stopped):
@@ -154,10 +173,10 @@ def _beginning(text: str) -> str:
 
 
 def _answer(
-    llm: Llama, cache: MessageCache, messages: list[dict[str, Any]], plain: bool, options: dict[str, Any]
+    llm: Llama, cache: Answering, messages: list[dict[str, Any]], plain: bool, options: dict[str, Any]
 ) -> tuple[ChatResult | None, bool]:
     """Print an answer, and return it and whether Ctrl-C stopped it."""
-    with StopSignal(llm) as stop:
+    with StopSignal(llm if isinstance(cache, MessageCache) else cache) as stop:
         with (
             cache.stream(messages, **options) as answer,
             markdown_shown(sys.stdout, plain) as show,

@@ -17,6 +17,7 @@ _HELP = {
     "bye": "/bye           end the chat, as Ctrl-D does; /exit and /quit too",
     "clear": "/clear         forget the questions and answers so far",
     "help": "/help          list the commands; /? too",
+    "image": "/image FILE    ask the next question about an image",
     "kv": "/kv            show what the KV cache holds, and in which types",
     "save": "/save FILE     write the chat to FILE.md or FILE.json",
     "stats": "/stats         say what the last answer took",
@@ -32,10 +33,23 @@ class ChatCommands:
         llm: the model that answers.
         history: the chat's messages, which /undo and /system change.
         last: returns a line about the last answer, "" before the first.
+        read: reads an image file, and raises what is wrong with it; None if the model sees no images.
     """
 
-    def __init__(self, llm: Llama, history: ChatHistory, last: Callable[[], str]) -> None:
-        self._llm, self._history, self._last = llm, history, last
+    def __init__(
+        self,
+        llm: Llama,
+        history: ChatHistory,
+        last: Callable[[], str],
+        read: Callable[[str], object] | None = None,
+    ) -> None:
+        self._llm, self._history, self._last, self._read = llm, history, last, read
+        self._images: list[str] = []
+
+    def take_images(self) -> dict[str, list[str]]:
+        """Return the images of the next question as a field of its message, and forget them."""
+        images, self._images = self._images, []
+        return {"images": images} if images else {}
 
     @staticmethod
     def ends(line: str) -> bool:
@@ -50,7 +64,7 @@ class ChatCommands:
         name, text = _ALSO.get(found[1], found[1]), (found[2] or "").strip()
         if name not in _HELP:
             return f"there is no command /{name}: " + ", ".join(f"/{each}" for each in _HELP)
-        if text and name not in ("save", "system"):
+        if text and name not in ("image", "save", "system"):
             return f"/{name} takes nothing behind it"
         command: Callable[[str], str] = getattr(self, f"_{name}")
         return command(text)
@@ -63,6 +77,19 @@ class ChatCommands:
 
     def _stats(self, _text: str) -> str:
         return self._last() or "nothing was answered yet"
+
+    def _image(self, text: str) -> str:
+        if self._read is None:
+            return "this model sees no images: start the chat with its encoder, --mmproj FILE"
+        path = str(Path(text).expanduser().absolute())
+        try:
+            self._read(path)
+        except OSError as error:
+            return f"not taken: {path}: {error.strerror}"
+        except ValueError as error:
+            return f"not taken: {error}"
+        self._images.append(path)
+        return f"the next question is about {path}"
 
     def _save(self, text: str) -> str:
         path = Path(text).expanduser()
@@ -95,7 +122,7 @@ class ChatCommands:
         messages = self._history.messages
         kept = [each for each in messages[:1] if each["role"] == "system"]
         self._history.replace(kept)
-        self._llm.reset()
+        self._forget()
         return f"{len(messages) - len(kept)} messages are forgotten"
 
     def _undo(self, _text: str) -> str:
@@ -105,8 +132,12 @@ class ChatCommands:
             return "there is no question to take back"
         question = messages[asked[-1]]["content"]
         self._history.replace(messages[: asked[-1]])
-        self._llm.reset()  # the stored chat continues exactly; a live one that is cut would not
+        self._forget()  # the stored chat continues exactly; a live one that is cut would not
         return f"taken back: {_shortened(question)}"
+
+    def _forget(self) -> None:
+        if self._read is None:  # an engine's sequences begin anew by themselves
+            self._llm.reset()
 
 
 def _shortened(text: str, most: int = 60) -> str:

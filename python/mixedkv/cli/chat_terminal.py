@@ -8,15 +8,20 @@ import termios
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType
+from typing import Protocol
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 
-from mixedkv.llama import Llama
-
 _MARK_PASTES, _LEAVE_PASTES = "\x1b[?2004h", "\x1b[?2004l"  # bracketed paste, on and off
+
+
+class Stoppable(Protocol):
+    """A `Llama`, or what else evaluates until it is interrupted."""
+
+    def interrupt(self, wanted: bool = True) -> None: ...
 
 
 def questions(former: Sequence[str]) -> Iterator[str]:
@@ -92,9 +97,9 @@ def _local_modes(on: int = 0, off: int = 0) -> Iterator[None]:
 
 
 class StopSignal:
-    """While inside, Ctrl-C stops the running evaluation of a `Llama`, and a second one ends the program."""
+    """While inside, Ctrl-C stops the running evaluation, and a second one ends the program."""
 
-    def __init__(self, llm: Llama) -> None:
+    def __init__(self, llm: Stoppable) -> None:
         self._llm = llm
         self._stack = ExitStack()
         self.came = False

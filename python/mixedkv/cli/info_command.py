@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
 from mixedkv.cli.values import positive
+from mixedkv.cli.words import add_place, flags, one_model, tokens
 from mixedkv.config import PRESETS, parse_kv
 from mixedkv.model.footprint import ModelShape, Sliding, footprint, longest_context, model_shape
-from mixedkv.model.gguf_file import DEFAULT_N_CTX, ModelFile, default_n_ctx, read_model_file
+from mixedkv.model.gguf_file import DEFAULT_N_CTX, ModelFile, default_n_ctx, read_model_file, weight_type
 from mixedkv.model.layer_plan import Shares
 from mixedkv.model.measured_shares import read_shares
 from mixedkv.model.named_model import HELP as MODEL_HELP
@@ -30,11 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Show a model's layers and heads, and the bytes of each cache setting. Loads nothing."
     )
-    parser.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(*flags("model"), metavar="MODEL", help=MODEL_HELP)
+    add_place(parser, nargs="?")
     parser.add_argument(
-        "--n-ctx",
+        *flags("n_ctx"),
         metavar="N",
-        type=positive,
+        type=tokens,
         nargs="+",
         help=f"contexts (default: {DEFAULT_N_CTX} or the model's)",
     )
@@ -57,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def info(args: argparse.Namespace) -> None:
-    file = read_model_file(find_model(args.model))
+    file = read_model_file(find_model(one_model(args)))
     shape = model_shape(file)
     contexts = args.n_ctx or [default_n_ctx(file)]
     sizes = list(product(contexts, args.sequences))
@@ -81,6 +84,9 @@ def _report(
             "name": shape.name,
             "architecture": shape.architecture,
             "bytes": file.size,
+            "quantization": weight_type(file),
+            "n_params": sum(math.prod(tensor.shape) for tensor in file.tensors),
+            "chat_template": bool(file.metadata.get("tokenizer.chat_template")),
             "n_ctx_train": shape.n_ctx_train,
             "n_layer": shape.n_layer,
             "n_head": list(shape.n_head),
@@ -129,6 +135,8 @@ def _served(shape: ModelShape, shares: Shares | None, spec: str, n_ctx: int) -> 
 def _lines(report: dict[str, Any], sizes: list[tuple[int, int]]) -> Iterable[str]:
     model = report["model"]
     yield f"model    {model['name']} ({model['architecture']}, {format_bytes(model['bytes'])})"
+    chats = "with a chat template" if model["chat_template"] else "no chat template: a base model"
+    yield f"weights  {model['quantization']}, {model['n_params'] / 1e6:,.0f} million; {chats}"
     yield f"layers   {_layers_text(model)}"
     yield f"heads    {_spread(model['n_head'])} query, {_kv_heads(model['layers'])}"
     yield f"context  {model['n_ctx_train']} tokens in training"

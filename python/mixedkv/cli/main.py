@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
 from mixedkv import __version__, _core
 from mixedkv._native import processor_plugin
-from mixedkv.cli.words import unknown
+from mixedkv.cli.words import as_options, unknown
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
@@ -33,8 +34,10 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 2 for bad input, 130 after Ctrl-C."""
     warnings.showwarning = _show_warning  # type: ignore[assignment]
+    options: Collection[str] = ()
     try:
         args = make_parser().parse_args(argv)
+        options = args.options
         args.command(args)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe, e.g. `| head -1`
@@ -42,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except (ValueError, OSError, LookupError) as error:
-        print(f"mixedkv: error: {_one_line(error)}", file=sys.stderr)
+        print(f"mixedkv: error: {as_options(_one_line(error), options)}", file=sys.stderr)
         return EXIT_BAD_INPUT
     return 0
 
@@ -77,7 +80,15 @@ class _Parser(argparse.ArgumentParser):
         found, rest = super().parse_known_args(*args, **options)
         if rest:
             self.error(unknown(rest, self._option_string_actions))
+        if "options" not in found:  # the innermost command's come first
+            found.options = frozenset(self._option_string_actions)
         return found, rest
+
+    def _get_option_tuples(self, option_string: str) -> Any:
+        """Take `-c4096` for `-c 4096`, but not `-cnv` for `-c nv`: that is another program's option."""
+        if re.match(r"-[A-Za-z]([A-Za-z-]|$)", option_string):
+            return []
+        return super()._get_option_tuples(option_string)
 
     def error(self, message: str) -> NoReturn:
         print(f"mixedkv: error: {message} (see {self.prog} --help)", file=sys.stderr)

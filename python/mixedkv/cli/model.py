@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from llama_cpp.llama_chat_format import chat_formatter_to_chat_completion_handler
+
 from mixedkv.cli.values import layer_count, layers, memory, positive
 from mixedkv.cli.words import add_words, flags, tokens
 from mixedkv.config.mixed import HELP as KV_HELP
 from mixedkv.llama import Llama
+from mixedkv.model.encoder import encoder_beside
 from mixedkv.model.gguf_file import default_n_ctx, read_model_file
+from mixedkv.model.named_model import is_of_hub
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.terminal import LoadingBar
 
@@ -39,7 +43,22 @@ def add_llama_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--lora", metavar="FILE", help="LoRA adapter on the model")
     parser.add_argument(
+        "--mmproj", metavar="FILE", help="image encoder (default: the one beside a model of the hub)"
+    )
+    parser.add_argument(
+        "--chat-format",
+        metavar="NAME",
+        default="",
+        help="chat format of a model without a template: chatml, ...",
+    )
+    parser.add_argument(
         *flags("threads"), metavar="N", type=positive, help="CPU threads (default: llama_cpp's choice)"
+    )
+    parser.add_argument(
+        *flags("threads_batch"),
+        metavar="N",
+        type=positive,
+        help="CPU threads for prompts (default: as --threads)",
     )
     parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
     parser.add_argument(
@@ -62,7 +81,25 @@ def add_llama_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def open_model(path: Path, args: argparse.Namespace) -> Llama:
+def image_encoder(args: argparse.Namespace, path: Path) -> Path | None:
+    """Return the file of the model's image encoder, None if it has none.
+
+    Raises:
+        FileNotFoundError: --mmproj is not a file.
+    """
+    if args.mmproj is None:
+        return encoder_beside(path) if is_of_hub(args.model or "") else None
+    if not Path(args.mmproj).is_file():
+        raise FileNotFoundError(f"mmproj={args.mmproj}: there is no such file")
+    return Path(args.mmproj)
+
+
+def open_model(path: Path, args: argparse.Namespace, *, for_images: bool = False) -> Llama:
+    """Load a model as the options say.
+
+    Args:
+        for_images: with sequences for an `ImageChat`.
+    """
     streams = args.stream_layers is not None or args.memory is not None
     names = {"n_ubatch": "n_ubatch", "n_gpu_layers": "n_gpu_layers", "lora": "lora_path"}
     given: dict[str, Any] = {
@@ -70,13 +107,19 @@ def open_model(path: Path, args: argparse.Namespace) -> Llama:
     }
     if args.n_ubatch:
         given["n_batch"] = max(args.n_ubatch, 512)
+    if args.chat_format:
+        from mixedkv.engine.chat.tokenizer import chat_formatter
+
+        given["chat_handler"] = chat_formatter_to_chat_completion_handler(chat_formatter(args.chat_format))
+    if for_images:
+        given |= {"n_seq_max": 2, "kv_unified": True}
     with LoadingBar() as bar:
         return Llama(
             path,
             kv=args.kv,
             n_ctx=args.n_ctx or (default_n_ctx(read_model_file(path)) if streams else "fit"),
             n_threads=args.threads,
-            n_threads_batch=args.threads,
+            n_threads_batch=args.threads_batch or args.threads,
             swa_full=args.swa_full,
             verbose=args.verbose,
             stream_layers=args.stream_layers,

@@ -6,6 +6,7 @@ import argparse
 
 from mixedkv.model.hub_model import PREFIX, hub_model
 from mixedkv.model.named_model import NAMES, find_model
+from mixedkv.model.packaged_model import PACKAGED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name",
         metavar="NAME",
-        help="smollm2, or [hf:]OWNER/REPO[:FILE]: a file's name, or its types: Q8_0 (default: Q4_K_M, or "
-        "the only one)",
+        help=f"{', '.join(PACKAGED)}, or [hf:]OWNER/REPO[:FILE]: a file's name, or its types: Q8_0 (default: "
+        "Q4_K_M, or the only one)",
     )
     parser.set_defaults(command=run)
 

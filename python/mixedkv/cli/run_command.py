@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from mixedkv.bundled.corpus import Recall, make_recall
-from mixedkv.cli.model import add_llama_arguments, open_model, quiet
+from mixedkv.cli.model import add_llama_arguments, image_encoder, open_model, quiet
 from mixedkv.cli.sampling import add_sampling_arguments, sampling_options
 from mixedkv.cli.values import add_n_predict
-from mixedkv.cli.words import flags, is_model_file, take_words
+from mixedkv.cli.words import flags, is_model, take_words
 from mixedkv.config import parse_kv
 from mixedkv.kv.stats import KVStats, format_saving
 from mixedkv.llama import Llama
 from mixedkv.model.named_model import HELP as MODEL_HELP
-from mixedkv.model.named_model import find_model
+from mixedkv.model.named_model import find_model, is_of_hub
 from mixedkv.sizes import format_bytes
 from mixedkv.terminal import with_prompt_bar
 
@@ -31,10 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "bundled model is asked about a fact in a short journal."
     )
     parser.add_argument(*flags("model"), metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument("text", metavar="TEXT", nargs="?", help="prompt; or a model's file, as with -m")
+    parser.add_argument(
+        "words", metavar="TEXT", nargs="*", help="prompt; before it a model, as with -m, or only its file"
+    )
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt, as an option")
     prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file; - is stdin")
+    parser.add_argument(
+        "--image", metavar="FILE", action="append", default=[], help="image to ask about; repeat for more"
+    )
     parser.add_argument(
         "--raw",
         action="store_true",
@@ -49,13 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     take_words(args)
     parse_kv(args.kv or "mixed")  # before a model is read
-    if args.text is not None and args.model is None and is_model_file(args.text):
-        args.model, args.text = args.text, None
+    args.text = _take_model(args)
     if args.text is not None and (args.prompt is not None or args.file is not None):
         raise ValueError("-p and -f are not allowed with TEXT: give the prompt once")
     demo = _demo(args)
     text = "" if demo else _read_prompt(args)
     path = find_model(args.model)
+    if args.image:
+        _see(args, path, text)
+        return
     with quiet(not args.verbose), open_model(path, args) as llm:
         if llm.fitted is not None and sys.stderr.isatty():
             print(llm.fitted, file=sys.stderr)
@@ -64,15 +71,45 @@ def run(args: argparse.Namespace) -> None:
         options = {"max_tokens": args.n_predict, "stream": True, **sampling_options(args, path)}
         if demo and args.temp is None:
             options["temperature"] = 0.0  # the question has one right answer
-        is_chat = not args.raw and "tokenizer.chat_template" in llm.metadata
-        if not is_chat and not args.raw:
-            print(f"{path.name} has no chat template: it continues the text, as with --raw", file=sys.stderr)
+        has_format = bool(args.chat_format) or "tokenizer.chat_template" in llm.metadata
+        is_chat = not args.raw and has_format
+        if not has_format and not args.raw:
+            print(f"{path.name} is a base model: it continues your text", file=sys.stderr)
         prompt = demo.messages if demo else [{"role": "user", "content": text}] if is_chat else text
         clock = _Clock(llm)
         for piece in clock.watch(with_prompt_bar(llm, _stream(llm, prompt, options))):
             print(piece, end="", flush=True)
         print(flush=True)
         print(_summary(clock, llm.kv.stats()), file=sys.stderr)
+
+
+def _take_model(args: argparse.Namespace) -> str | None:
+    """Take the model that stands before the prompt, and return the prompt."""
+    words = list(args.words)
+    two = len(words) == 2 and is_of_hub(words[0])
+    if args.model is None and words and (is_model(words[0]) or two):
+        args.model = words.pop(0)
+    if len(words) > 1:
+        raise ValueError(f"{words[1]!r} is one argument too many: put quotes around a prompt with spaces")
+    return words[0] if words else None
+
+
+def _see(args: argparse.Namespace, path: Path, text: str) -> None:
+    """Answer a question about images."""
+    encoder = image_encoder(args, path)
+    if encoder is None:
+        raise ValueError("--image: the model needs an image encoder: give it with --mmproj FILE")
+    from mixedkv.cli.image_chat import ImageChat
+
+    options = {"max_tokens": args.n_predict, **sampling_options(args, path)}
+    question = {"role": "user", "content": text, "images": args.image}
+    with quiet(not args.verbose), open_model(path, args, for_images=True) as llm:
+        with ImageChat(llm, encoder, args.chat_format) as chat, chat.stream([question], **options) as answer:
+            for chunk in answer:
+                print(chunk["choices"][0]["delta"]["content"], end="", flush=True)
+        print(flush=True)
+        stats = llm.kv.stats()
+    print(f"{answer.result.usage.prompt_tokens} tokens; {_cache(stats)}", file=sys.stderr)  # type: ignore
 
 
 def _demo(args: argparse.Namespace) -> Recall | None:
@@ -132,6 +169,12 @@ class _Clock:
 def _summary(clock: _Clock, stats: KVStats) -> str:
     return (
         f"prompt {_rate(clock.n_prompt, clock.t_prompt)}, text {_rate(clock.n_text, clock.t_text)} tok/s; "
+        f"{_cache(stats)}"
+    )
+
+
+def _cache(stats: KVStats) -> str:
+    return (
         f"cache {format_bytes(stats.bytes_total)}, {stats.bits_per_element:.2f} bits/element, "
         f"{format_saving(stats.saving)}"
     )

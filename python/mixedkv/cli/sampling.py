@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from mixedkv.cli.values import between, temperature, whole
+from mixedkv.cli.values import between, integer, temperature, whole
 from mixedkv.engine.sample.sampling import sampling_defaults
 from mixedkv.limits import RANGES
 from mixedkv.model.gguf_file import read_model_file
@@ -25,7 +25,7 @@ _OPTIONS = (
     ),
     ("--min-p", "P", between(*RANGES["min_p"]), "drop tokens less than P times as likely as the likeliest"),
     ("--repeat-penalty", "X", between(*RANGES["repeat_penalty"]), "penalty of repeated tokens; 1 is none"),
-    ("--seed", "N", int, "seed of the sampler, for the same text again (default: another each time)"),
+    ("--seed", "N", integer, "seed of the sampler, for the same text again (default: another each time)"),
 )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mixedkv.cli.values import add_n_predict, naming_the_extra, positive, temperature, whole
 from mixedkv.cli.words import add_options, read_options
+from mixedkv.limits import INT32_MAX
 
 if TYPE_CHECKING:
     from mixedkv.split.client import SplitClient
@@ -162,7 +163,7 @@ def _generate(client: SplitClient, args: argparse.Namespace) -> None:
     began = time.perf_counter()
     with client.session(kept.key, kept.tokens[: kept.n_kept]) if kept else client.session() as session:
         options = {
-            "max_tokens": args.n_predict,
+            "max_tokens": args.n_predict if args.n_predict > 0 else INT32_MAX,
             "temperature": args.temp,
             "draft": args.draft,
             "window": args.window,

@@ -20,9 +20,9 @@ def add_n_predict(parser: ArgumentParser, default: int = 128) -> None:
         "-n",
         "--n-predict",
         metavar="N",
-        type=positive,
+        type=length,
         default=default,
-        help=f"most tokens to generate (default: {default})",
+        help=f"most tokens to generate; -1 is as many as fit (default: {default})",
     )
 
 
@@ -31,6 +31,19 @@ def positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and 0 < int(text[:10]) <= INT32_MAX and len(text) <= 10):
         raise ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
+
+
+def integer(text: str) -> int:
+    """Parse a whole number, which may be below zero."""
+    try:
+        return int(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def length(text: str) -> int:
+    """Parse the length of an answer; -1 is up to its end or that of the context."""
+    return -1 if text == "-1" else positive(text)
 
 
 def temperature(text: str) -> float:

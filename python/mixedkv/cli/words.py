@@ -10,9 +10,11 @@ from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
-from mixedkv.cli.values import positive
+from mixedkv.cli.values import integer, positive
+from mixedkv.config import UniformKV, parse_kv
 from mixedkv.config.checks import did_you_mean
-from mixedkv.model.hub_model import PREFIX
+from mixedkv.model.hub_model import PREFIX, is_hub_name
+from mixedkv.model.named_model import NAMES
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -28,6 +30,7 @@ _SHORT = {
     "n_ctx": "-c",
     "n_gpu_layers": "-ngl",
     "threads": "-t",
+    "threads_batch": "-tb",
     "n_batch": "-b",
     "n_ubatch": "-ub",
     "parallel": "-np",
@@ -40,14 +43,36 @@ _LONG = {
     "n_ubatch": "--ubatch-size",
 }
 
-_FLASH = "attention over quantised rows is fused unless --kv says attention=merged"
-_INSTEAD = {
-    "--api-key": "keys stand in a file, whose lines are NAME:KEY: --api-key-file FILE",
-    "--threads-batch": "prompts and answers use the same threads: --threads N",
-    "-fa": _FLASH,
-    "--flash-attn": _FLASH,
-    "--conversation": "`mixedkv chat` is the conversation",
+_INSTEAD = {  # of llama.cpp's options
+    **dict.fromkeys(
+        ("-fa", "--flash-attn"), "attention over quantised rows is fused unless --kv says attention=merged"
+    ),
+    **dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), "`mixedkv chat` is the conversation"),
+    **dict.fromkeys(("-no-cnv", "--no-conversation"), "`mixedkv run` answers once, --raw continues a text"),
+    **dict.fromkeys(("-sys", "--system", "--system-prompt"), "`mixedkv chat --system TEXT` has one"),
+    **dict.fromkeys(("--no-mmap", "--mlock"), "--stream-layers and --memory say how weights are read"),
+    **dict.fromkeys(
+        ("--grammar", "--grammar-file", "-j", "--json-schema"), "a request to `mixedkv serve` brings its own"
+    ),
+    **dict.fromkeys(("-np", "--parallel", "--alias", "--api-key"), "that is for `mixedkv serve`"),
+    "--image": "`mixedkv run` has it, a chat `/image FILE`, and requests bring theirs",
+    **dict.fromkeys(("-n", "--n-predict", "--predict"), "each request says its max_tokens"),
+    **dict.fromkeys(("-md", "--model-draft"), "write --draft-model FILE"),
+    "--embedding": "write --embeddings",
+    **dict.fromkeys(
+        ("--rerank", "--reranking", "--pooling"), "a model that ranks or embeds is known by its file"
+    ),
+    **dict.fromkeys(("-cb", "--cont-batching", "--metrics", "--webui"), "it is always there"),
+    "--slots": "/v1/stats lists sequences",
+    "--cache-reuse": "write --reuse chunks",
+    "--timeout": "write --request-timeout S or --read-timeout S",
+    "--ssl-key-file": "write --tls-key FILE",
+    "--ssl-cert-file": "write --tls-cert FILE",
+    "--chat-template-file": "write --chat-template FILE",
+    "--chat-template": "write --chat-format NAME",
+    "--color": "answers on a terminal have colours",
 }
+_FIELD = re.compile(r"(?<![\w/.'\"=-])[a-z]+(?:_[a-z]+)+\b|(?:^|(?<=and ))[a-z]+(?==)", re.ASCII)
 _THOUSANDS = re.compile(r"(\d{1,6})k", re.IGNORECASE | re.ASCII)
 
 
@@ -62,8 +87,14 @@ def add_words(parser: ArgumentParser, model: type[argparse.Action] | str = "stor
     parser.add_argument(
         "-hf", "--hf-repo", metavar="REPO", dest="model", action=model, type=_of_hub, help="as -m hf:REPO"
     )
-    parser.add_argument("-ctk", "--cache-type-k", metavar="TYPE", help="as --kv TYPE, for K")
-    parser.add_argument("-ctv", "--cache-type-v", metavar="TYPE", help="as --kv TYPE, for V")
+    for part in "kv":
+        parser.add_argument(
+            f"-ct{part}",
+            f"--cache-type-{part}",
+            metavar="TYPE",
+            type=_row_type,
+            help=f"as --kv TYPE, for {part.upper()}",
+        )
     parser.add_argument(
         "--fit", dest="n_ctx", action="store_const", const=0, help="as many tokens as fit: the default"
     )
@@ -89,7 +120,10 @@ def tokens(text: str) -> int:
     if text == "0":
         return 0
     found = _THOUSANDS.fullmatch(text)
-    return positive(str(int(found[1]) * 1024) if found else text)
+    try:
+        return positive(str(int(found[1]) * 1024) if found else text)
+    except ArgumentTypeError:
+        raise ArgumentTypeError(f"{text!r} is not a number of tokens: use e.g. 4096 or 32k") from None
 
 
 def one_model(args: argparse.Namespace) -> str | None:
@@ -105,20 +139,41 @@ def one_model(args: argparse.Namespace) -> str | None:
     return option if place is None else place
 
 
-def is_model_file(text: str) -> bool:
-    """Return whether a text is the name of a GGUF file, there or not, and no prompt."""
-    return text.endswith(".gguf") and len(text.split()) == 1
+def is_model(text: str) -> bool:
+    """Return whether a text is no prompt but a model: a GGUF file, there or not, or a name of one."""
+    return len(text.split()) == 1 and (text.endswith(".gguf") or text in NAMES or is_hub_name(text))
 
 
 def unknown(words: Iterable[str], known: Iterable[str]) -> str:
     """Return what is said of arguments that a command does not have; of llama.cpp's, what to do instead."""
-    word = next(iter(words))
+    words = list(words)
+    word = next((each for each in words if each.startswith("-")), words[0])
     name = word.partition("=")[0]
     if instead := _INSTEAD.get(name):
         return f"there is no {name}: {instead}"
     if not word.startswith("-"):
         return f"{word!r} is one argument too many"
     return f"there is no option {name}{did_you_mean(name, known)}"
+
+
+def as_options(text: str, known: Container[str]) -> str:
+    """Write the fields in an error's text as the options of a command: n_ctx=0 as --n-ctx=0."""
+
+    def option(found: re.Match[str]) -> str:
+        name = "--" + found[0].replace("_", "-")
+        return name if name in known else found[0]
+
+    return _FIELD.sub(option, text).replace("verbose=True", "--verbose")
+
+
+def _row_type(text: str) -> str:
+    try:
+        setting = parse_kv(text)
+    except ValueError:
+        setting = None
+    if not isinstance(setting, UniformKV) or "/" in text:
+        raise ArgumentTypeError(f"{text!r} is no type of rows: use e.g. f16, q8_0 or q4_0")
+    return text
 
 
 def _of_hub(text: str) -> str:
@@ -161,7 +216,7 @@ def _add(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
         return
     if field.default not in (None, "", 0) and "default" not in text:
         text += f" (default: {field.default})"
-    read = tokens if name == "n_ctx" else str if metavar == "SIZE" else kind
+    read = tokens if name == "n_ctx" else str if metavar == "SIZE" else integer if kind is int else kind
     group.add_argument(*names, metavar=metavar, type=read, default=None, help=text)
 
 

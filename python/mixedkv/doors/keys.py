@@ -57,8 +57,28 @@ class Keys:
         keys.reload()
         return keys
 
+    @classmethod
+    def of(cls, path: str, key: str) -> Keys:
+        """Return the keys of a file, see `load`, or a single one, whose tenant is `default`, or none.
+
+        Raises:
+            ValueError, OSError: as `load`; or the single key is too short.
+        """
+        if not key:
+            return cls.load(path) if path else cls()
+        if not _KEY.fullmatch(key):
+            raise ValueError(
+                "api_key: use 16 to 512 printable characters without spaces; `openssl rand -hex 16` makes "
+                "some"
+            )
+        keys = cls()
+        keys._tenants = [(_digest(key.encode()), "default")]
+        return keys
+
     def reload(self) -> None:
         """Read the file again. If that fails as in `load`, nothing changes."""
+        if not self._path:
+            return
         by_key, limits = _read(self._path)
         self._tenants = [(_digest(key.encode()), tenant) for key, tenant in by_key.items()]
         self._limits = {

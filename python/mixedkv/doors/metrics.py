@@ -67,6 +67,11 @@ class Metrics(Observer):
         self.dropped = count(
             "dropped_tokens", "Tokens dropped from prompts and answers that did not fit the context."
         )
+        self.chunk_checks = count(
+            "chunk_checks", "Answers from reused passages that were evaluated exactly as well."
+        )
+        self.chunk_kld = count("chunk_check_kld_nats", "Sum of the divergence of checked answers, in nats.")
+        self.chunks_off = gauge("chunk_reuse_off", "1 when checks have switched the reuse of passages off.")
         self.usage = gauge("kv_cache_usage_perc", "Share of the context's cells in use, 0 to 1.")
         self.in_use = gauge("kv_cache_running_perc", "Share of the cells that running answers hold, 0 to 1.")
         self.lora = gauge(
@@ -201,6 +206,11 @@ class Metrics(Observer):
 
     def rechecked(self, problem: str) -> None:
         self.rechecks.labels("wrong" if problem else "right").inc()
+
+    def checked(self, kld: float, is_off: bool) -> None:
+        self.chunk_checks.inc()
+        self.chunk_kld.inc(kld)
+        self.chunks_off.set(is_off)
 
     def embedding_requests(self, n: int) -> None:
         self.embedding_running.inc(n)

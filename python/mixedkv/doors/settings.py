@@ -129,7 +129,7 @@ class DoorSettings(BaseSettings):
         if not (self.knows_clients or self.allow_no_keys or is_local(self.host)):
             raise ValueError(
                 f"host={self.host} can be reached from elsewhere, and there are no keys: give api_key_file, "
-                "or allow_no_keys if that is what you want"
+                "or allow_no_keys if everybody who can reach it may use it"
             )
         return self
 

@@ -24,7 +24,7 @@ from mixedkv.card import card
 from mixedkv.chunks.chunk_reuse import ChunkChoice
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.batch.vector_job import VectorJob, vector_width
-from mixedkv.engine.chat.chat_template import Chat
+from mixedkv.engine.chat.chat_template import Chat, RenderedChat
 from mixedkv.engine.chat.tokenizer import Prompt, Tokenizer
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.kv_connector import KVConnector
@@ -299,12 +299,16 @@ class Engine:
             speculation=speculation,
             prediction=prediction,
             overflow=overflow,
-            **(self.tokenizer.answer_fields(chat, len(tokens)) if isinstance(prompt, Chat) else {}),
+            **(self._chat_fields(prompt, chat, len(tokens)) if isinstance(prompt, Chat) else {}),
         )
         (job,) = self.prepare([request])
         answer = Answer(self, job, chat)
         self.submit_jobs([job])
         return answer
+
+    def _chat_fields(self, prompt: Chat, chat: RenderedChat, n: int) -> dict[str, Any]:
+        pictures = [picture for image in prompt.images for picture in image.pictures]
+        return {**self.tokenizer.answer_fields(chat, n), "pictures": pictures}
 
     def prepare(self, requests: Sequence[Request], n: int = 1) -> list[Job]:
         """Return `n` jobs for each request, for `submit_jobs`. Each answer has a seed of its own.

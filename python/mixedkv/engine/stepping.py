@@ -140,6 +140,8 @@ class Stepper:
         if not job.evaluated:
             job.evaluated = True
             self._observer.prompt_done(job)
+            if self._connector is not None:
+                self._connector.evaluated(job, index)
         if job.answer.sampler is None or job.n_answer >= job.request.max_tokens:
             self._finish(job, "length")
             return

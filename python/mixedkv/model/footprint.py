@@ -151,7 +151,7 @@ def footprint(
         ValueError: the setting names layers that the model lacks.
     """
     kv.check_layers(shape.n_layer)
-    cells = padded(n_ctx), sliding.n_cells(shape.window, n_ctx, n_seq)
+    cells = n_cells(shape, n_ctx, n_seq, sliding)
     parts = [_part(group, kv, n, n_seq) for group, n in zip(shape.groups, cells, strict=True) if group]
     view = max((part.view for part in parts), default=0)
     return Footprint(
@@ -159,6 +159,11 @@ def footprint(
         n_elements=sum(part.n_elements for part in parts),
         view=view,
     )
+
+
+def n_cells(shape: ModelShape, n_ctx: int, n_seq: int = 1, sliding: Sliding = WINDOWED) -> tuple[int, int]:
+    """Return the cells of layers that keep all rows, and of those with a sliding window."""
+    return padded(n_ctx), sliding.n_cells(shape.window, n_ctx, n_seq)
 
 
 def _part(layers: Sequence[LayerShape], kv: KVSetting, n_cells: int, n_seq: int) -> Footprint:

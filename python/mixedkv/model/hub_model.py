@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mixedkv.model.encoder import choose_encoder, is_encoder
 from mixedkv.model.fingerprint import sha256_of
 
 PREFIX = "hf:"
@@ -41,7 +42,7 @@ def is_hub_name(given: str) -> bool:
 
 def hub_model(name: str, *, refresh: bool = False) -> Path:
     """Return the file of a model on the hub, downloaded where it is not in the cache. What is there under the
-    name of its file or types is taken without asking the hub.
+    name of its file or types is taken without asking the hub. With a model its image encoder is downloaded.
 
     Args:
         name: `hf:OWNER/REPO`, and after another colon a file of it, or the part of a file's name that tells
@@ -61,7 +62,8 @@ def hub_model(name: str, *, refresh: bool = False) -> Path:
         return kept
     files, trouble = _files(repo)
     file = choose(files, found["file"] or "", name, trouble)
-    paths = [_download(repo, part, name) for part in _parts(file, files)]
+    encoder = choose_encoder(files)
+    paths = [_download(repo, part, name) for part in (*_parts(file, files), *([encoder] if encoder else ()))]
     return paths[0]
 
 
@@ -137,7 +139,7 @@ def _is_model(file: str) -> bool:
     """Return whether it is a GGUF model, or its first part; encoders of images are none."""
     part = _PART.fullmatch(file)
     is_first = part is None or int(part["no"]) == 1
-    return file.endswith(".gguf") and is_first and "mmproj" not in file.lower()
+    return file.endswith(".gguf") and is_first and not is_encoder(file)
 
 
 def _parts(file: str, files: Sequence[str]) -> list[str]:

@@ -3,7 +3,8 @@
 What rounding does to the next token grows with its mean squared error. So what K or V of one layer does in
 a coarse type, measured once (`mixedkv bench sensitivity`), tells what it does in a finer one, and together
 they do about the sum. From the coarsest types on, the next step is the one that takes most divergence for its
-bits: the errors of `LADDER` fall ever slower, and then no other order has less at the same bits.
+bytes: the errors of `LADDER` fall ever slower, and then no other order has less at the same bytes. A layer
+with a sliding window has fewer rows, so its bits cost fewer bytes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ Shares = Mapping[Each, float]
 # Mean squared errors of rotated rows of the bundled model, beside that of `MEASURED`: docs/benchmarks.md.
 LADDER = {"tc3": 2.9, "lm4": 0.88, "q4_0": 1.0, "q5_0": 0.25, "q8_0": 0.0039}
 MEASURED, FINEST = "q4_0", "q8_0"
+_ALL_TO_WINDOW = 4.0  # a layer that reads all tokens against one with a window, of Gemma 3 270M
 _K_TO_V = 14.0  # where nothing was measured: K alone against V alone in 4 bits, of the bundled model
 
 
@@ -31,12 +33,20 @@ class LayerPlan:
 
     Args:
         shape: the model.
-        shares: divergence that K or V of a layer causes in the type `MEASURED`, in nats; without it all
-            layers are taken to be alike, and the deepest come first.
+        shares: divergence that K or V of a layer causes in the type `MEASURED`, in nats; without it layers of
+            a kind are taken to be alike, and the deepest come first.
+        cells: rows of layers that keep all, and of those with a sliding window: see `n_cells`.
         on_cpu: the cache lies in CPU memory, where types of `CPU_TYPES` can be.
     """
 
-    def __init__(self, shape: ModelShape, shares: Shares | None = None, *, on_cpu: bool = True) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        shares: Shares | None = None,
+        *,
+        cells: tuple[int, int] = (1, 1),
+        on_cpu: bool = True,
+    ) -> None:
         self._shape = shape
         usable = _usable(shape, on_cpu)
         parts: list[Each] = [
@@ -45,17 +55,21 @@ class LayerPlan:
             for part in ("k", "v")
             if _width(layer, part)  # latent attention (MLA): values are a part of the keys
         ]
-        self._shares = shares or {each: _K_TO_V if each[1] == "k" else 1.0 for each in parts}
+        self._shares = shares or _guessed(shape)
         if missing := [
             f"{part.upper()} of layer {il}" for il, part in parts if (il, part) not in self._shares
         ]:
             raise ValueError(f"no share was measured for {', '.join(missing)}")
-        widths = {(layer.il, part): _width(layer, part) for layer in shape.layers for part in ("k", "v")}
+        self._sizes: dict[Each, int] = {
+            (layer.il, part): cells[layer.slides] * _width(layer, part)
+            for layer in shape.layers
+            for part in ("k", "v")
+        }
         self._errors = usable
         ladder = _ladder(usable)
         self._coarsest = dict.fromkeys(parts, ladder[0])
         steps = [
-            (self._gain(each, one, other) / widths[each], each, other)
+            (self._gain(each, one, other) / self._sizes[each], each, other)
             for each in parts
             for one, other in pairwise(ladder)
         ]
@@ -71,13 +85,10 @@ class LayerPlan:
         return [(il, types[il, "k"], types.get((il, "v"), types[il, "k"])) for il in layers]
 
     def bits(self, n_steps: int) -> float:
-        """Return the bits of a K or V element after so many steps, scales included."""
-        bits = n = 0.0
-        for layer, (_, *types) in zip(self._shape.layers, self.types(n_steps), strict=True):
-            for part, name in zip(("k", "v"), types, strict=True):
-                n += _width(layer, part)
-                bits += _width(layer, part) * type_bits(name)
-        return bits / n
+        """Return the bits of an allocated K or V element after so many steps, scales included."""
+        types = self._coarsest | dict(self._steps[:n_steps])
+        bits = sum(self._sizes[each] * type_bits(name) for each, name in types.items())
+        return bits / sum(self._sizes.values())
 
     def most(self, bits: float) -> int:
         """Return the largest number of steps that takes no more than this many bits."""
@@ -91,6 +102,15 @@ class LayerPlan:
     def _gain(self, each: Each, one: str, other: str) -> float:
         """Return the divergence that a step takes, for a bit of an element."""
         return self._shares[each] * _slope(self._errors, one, other)
+
+
+def _guessed(shape: ModelShape) -> Shares:
+    """Return shares for a model that was not measured."""
+    return {
+        (layer.il, part): (_K_TO_V if part == "k" else 1.0) * (1.0 if layer.slides else _ALL_TO_WINDOW)
+        for layer in shape.layers
+        for part in ("k", "v")
+    }
 
 
 def _slope(errors: Mapping[str, float], one: str, other: str) -> float:

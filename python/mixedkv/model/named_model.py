@@ -1,4 +1,4 @@
-"""Find the models that go by a name: the bundled one, SmolLM2, and those of the Hugging Face Hub."""
+"""Find models that go by a name: the bundled one, those in packages, and those of the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import re
 from pathlib import Path
 
 from mixedkv.bundled import model_path
-from mixedkv.model import smollm2
 from mixedkv.model.hub_model import PREFIX, hub_model, is_hub_name
+from mixedkv.model.packaged_model import PACKAGED
 
-SMOLLM2 = "smollm2"
-NAMES = (SMOLLM2, f"{SMOLLM2}:f16")
+_F16 = ":f16"
+NAMES = (*PACKAGED, *(name + _F16 for name in PACKAGED))
 _OF_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.gguf)(:[\w.-]+)?", re.ASCII)
 HELP = (
-    f"GGUF model, OWNER/REPO[:FILE] of the Hugging Face Hub with the extra `hub`, {NAMES[0]} or {NAMES[1]} "
-    "(default: the bundled model)"
+    f"GGUF model, OWNER/REPO[:FILE] of the Hugging Face Hub with the extra `hub`, or {', '.join(PACKAGED)}, "
+    f"also as smollm2{_F16} (default: the bundled model)"
 )
 
 
 def find_model(given: str | None) -> Path:
     """Return the path of a model that was given by its name or as a file; None is the bundled model.
 
-    A file in the current folder comes before a model of the same name. SmolLM2 and models of the hub are
-    downloaded where they are not on this machine.
+    A file in the current folder comes before a model of the same name. Models in packages and those of the
+    hub are downloaded where they are not on this machine.
 
     Raises:
-        ValueError: see `smollm2_q4_1` and `hub_model`.
+        ValueError: see `PackagedModel.quantised` and `hub_model`.
         OSError: a file cannot be written.
     """
     if given is None:
@@ -34,7 +34,8 @@ def find_model(given: str | None) -> Path:
         return Path(given)
     if given not in NAMES:
         return hub_model(given if is_hub_name(given) else PREFIX + given)
-    return smollm2.smollm2_q4_1() if given == SMOLLM2 else smollm2.smollm2_f16()
+    model = PACKAGED[given.removesuffix(_F16)]
+    return model.f16() if given.endswith(_F16) else model.quantised()
 
 
 def is_name(given: str) -> bool:
@@ -49,5 +50,9 @@ def is_of_hub(given: str) -> bool:
 
 def named_models() -> list[tuple[str, Path]]:
     """Return the names of models that are on this machine, without those of the hub, and their files."""
-    kept = ((NAMES[0], smollm2.kept_q4_1()), (NAMES[1], smollm2.kept_f16()))
+    kept = [
+        pair
+        for name, model in PACKAGED.items()
+        for pair in ((name, model.kept()), (name + _F16, model.kept_f16()))
+    ]
     return [("(bundled)", model_path()), *((name, path) for name, path in kept if path is not None)]

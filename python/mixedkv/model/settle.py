@@ -12,9 +12,10 @@ from typing import Any
 
 from mixedkv.config import KVSetting, MixedKVConfig
 from mixedkv.limits import padded
-from mixedkv.model.footprint import WINDOWED, ModelShape, Sliding, footprint, model_shape
+from mixedkv.model.footprint import WINDOWED, ModelShape, Sliding, footprint, model_shape, n_cells
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.layer_plan import LayerPlan, Shares
+from mixedkv.sizes import format_bytes
 
 Types = list[tuple[int, str, str]]
 
@@ -40,9 +41,10 @@ def settle(
     """
     if not isinstance(kv, MixedKVConfig) or kv.is_settled:
         return kv
-    if n_ctx:  # bits do not ask for it
-        kv = _within(kv, padded(n_ctx // n_stream))
-    f16, plan = kv.without_quantization(), LayerPlan(shape, shares, on_cpu=on_cpu)
+    n_ctx, n_seq = n_ctx // n_stream, n_seq // n_stream
+    kv = _within(kv, padded(n_ctx))
+    cells = n_cells(shape, n_ctx, n_seq, sliding)
+    f16, plan = kv.without_quantization(), LayerPlan(shape, shares, cells=cells, on_cpu=on_cpu)
     if bits := kv.budget_bits:
         if bits < plan.bits(0):
             raise ValueError(
@@ -52,7 +54,7 @@ def settle(
         return replace(kv, budget=0, cold_type_k=type_k, cold_type_v=type_v, layers=layers)
 
     def size(setting: KVSetting) -> int:
-        each = footprint(shape, setting, n_ctx // n_stream, n_seq // n_stream, sliding)
+        each = footprint(shape, setting, n_ctx, n_seq, sliding)
         merges = not on_cpu and setting.attention == "auto"
         return n_stream * (each.bytes + (each.view if merges else 0))
 
@@ -92,7 +94,8 @@ def _spend(
         window //= 2
     if (smallest := size(make(coarsest, window))) > budget:
         raise ValueError(
-            f"budget={budget}: the smallest cache takes {smallest} bytes: raise the budget, or lower n_ctx"
+            f"budget={budget}: the smallest cache takes {format_bytes(smallest)}: raise the "
+            "budget, or lower n_ctx"
         )
     steps = range(len(plan) + 1)
     n = bisect_right(steps, budget, key=lambda n: size(make(plan.types(n), window))) - 1

@@ -164,7 +164,7 @@ class EngineReplica:
         self._stack, self._seconds = ExitStack(), settings.drain_timeout
         self._begun: AsyncExitStack | None = None
         self._server: ServerState | None = None
-        keys = Keys.load(settings.api_key_file) if settings.api_key_file else Keys()
+        keys = Keys.of(settings.api_key_file, settings.api_key)
         self._server = open_server(settings, keys, self._stack)
         self._app = make_app(self._server)
         self._asgi = RequestIds(self._app, settings.access_log)

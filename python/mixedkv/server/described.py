@@ -57,6 +57,11 @@ class Described:
         return True
 
     @property
+    def chats(self) -> bool:
+        """False for a base model, which continues texts."""
+        return self.generates and bool(self.chat_template or self.settings.chat_format)
+
+    @property
     def expires_in(self) -> float:
         return math.inf
 
@@ -84,8 +89,9 @@ def read_chat_template(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         named = f"chat_format={path}" if find_format(path) else "with chat_format the name of a format"
-        raise ValueError(f"chat_template={path}: {error}: give a file, or {named}") from None
+        raise ValueError(f"chat_template={path}: {why}: give a file, or {named}") from None
 
 
 def description(settings: ServerSettings, model: ServedModel, file: ModelFile) -> dict[str, Any]:

@@ -251,7 +251,7 @@ def _load(settings: ServerSettings, path: Path, **options: Any) -> Llama:
             **options,
             kv_unified=True,
             n_threads=settings.threads or None,
-            n_threads_batch=settings.threads or None,
+            n_threads_batch=settings.threads_batch or settings.threads or None,
             verbose=settings.verbose,
             progress=bar,
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from mixedkv.bundled import model_path
 from mixedkv.engine.embed.embedding_context import only_embeds
 from mixedkv.limits import INT32_MAX
+from mixedkv.model.encoder import encoder_beside
 from mixedkv.model.gguf_file import ModelFile
 from mixedkv.model.named_model import find_model, is_of_hub
 from mixedkv.server.settings import ServerSettings
@@ -47,7 +48,9 @@ def served_models(settings: ServerSettings) -> list[ServedModel]:
         ValueError: a name is used twice or is missing; the message begins with the option.
     """
     sizes = _sizes(settings.model_n_ctx)
-    models = [_model(given, i, settings) for i, given in enumerate(settings.model or [str(model_path())])]
+    named = settings.model or [str(model_path())]
+    models = [_model(given, i, settings) for i, given in enumerate(named)]
+    found = {name: _encoder_of_hub(given, path) for given, (name, path) in zip(named, models, strict=True)}
     adapters = [_adapter(given, models) for given in settings.lora]
     names = [name for name, _ in models] + [name for name, _, _, _ in adapters]
     for name in names:
@@ -61,7 +64,7 @@ def served_models(settings: ServerSettings) -> list[ServedModel]:
     out = []
     for name, path in models:
         size = sizes.get(name, settings.n_ctx)
-        out.append(ServedModel(name, path, size, mmproj=encoders.get(name, "")))
+        out.append(ServedModel(name, path, size, mmproj=encoders.get(name, found[name])))
         for own, parent, file, scale in adapters:
             if parent == name:
                 out.append(ServedModel(own, path, sizes.get(own, size), file, parent, scale=scale))
@@ -113,16 +116,16 @@ def _model(given: str, i: int, settings: ServerSettings) -> tuple[str, Path]:
 
 def _adapter(given: str, models: Sequence[tuple[str, Path]]) -> tuple[str, str, str, float]:
     """Return an adapter's name, the model it is for, its file and its strength."""
-    if (named := _NAMED.fullmatch(given)) is None:
-        raise ValueError(f"lora={given!r}: use NAME=FILE, or NAME=MODEL=FILE where there are several models")
-    name, file, scale, parent = named[1], named[2], 1.0, models[0][0]
+    named = _NAMED.fullmatch(given)
+    name, file = (named[1], named[2]) if named else ("", given)
+    scale, parent = 1.0, models[0][0]
     for model, _ in models:
         if file.startswith(f"{model}=") and not Path(file).exists():
             parent, file = model, file.removeprefix(f"{model}=")
             break
     if (scaled := _SCALED.fullmatch(file)) and not Path(file).exists():
         file, scale = scaled[1], float(scaled[2])
-    return name, parent, file, scale
+    return name or Path(file).stem, parent, file, scale
 
 
 def _encoder(given: str, models: Sequence[tuple[str, Path]]) -> tuple[str, str]:
@@ -130,9 +133,16 @@ def _encoder(given: str, models: Sequence[tuple[str, Path]]) -> tuple[str, str]:
     for model, _ in models:
         if given.startswith(f"{model}=") and not Path(given).exists():
             return model, given.removeprefix(f"{model}=")
-    if not Path(given).exists():
-        raise ValueError(f"mmproj={given!r}: no such file, and no model of this name has one")
+    if not Path(given).is_file():
+        raise FileNotFoundError(f"mmproj={given}: there is no such file")
     return models[0][0], given
+
+
+def _encoder_of_hub(given: str, path: Path) -> str:
+    """Return the image encoder beside a model of the hub, "" if there is none."""
+    named = _NAMED.fullmatch(given)
+    of_hub = is_of_hub(named[2] if named and not Path(given).exists() else given)
+    return str(encoder_beside(path) or "") if of_hub else ""
 
 
 def _sizes(given: Sequence[str]) -> dict[str, int]:

@@ -57,7 +57,7 @@ def serve(settings: ServerSettings) -> None:
     """
     logs.install()
     sys.setswitchinterval(_SWITCH_SECONDS)
-    keys = Keys.load(settings.api_key_file) if settings.api_key_file else Keys()
+    keys = Keys.of(settings.api_key_file, settings.api_key)
     lines = warm_lines(settings, keys)
     with ExitStack() as stack:
         tls = TLS(settings.tls_cert, settings.tls_key) if settings.tls_cert else None

@@ -75,13 +75,13 @@ class ServerSettings(DoorSettings):
     GROUPS: ClassVar[Mapping[str, str]] = {
         "models": "model model_name model_n_ctx lora mmproj keep_alive max_loaded chat_format chat_template",
         "cache": "kv n_ctx swa_full parallel idle_prefixes max_checkpoint_gb overflow",
-        "machine": "threads n_batch n_ubatch n_gpu_layers stream_layers memory",
+        "machine": "threads threads_batch n_batch n_ubatch n_gpu_layers stream_layers memory",
         "reuse of KV": "reuse chunks store store_key_file store_remote recheck max_kv_size_gb max_ram_gb "
         "eviction max_age warm warm_text",
         "drafts": "speculation draft_model n_rs_seq",
         "answers": "temp top_k top_p min_p repeat_penalty seed strict embeddings embedding_n_ctx",
         "network": "host port root_path tls_cert tls_key cors_origin allowed_host",
-        "keys and sessions": "api_key_file metrics_key_file allow_no_keys metadata_url max_sessions "
+        "keys and sessions": "api_key_file api_key metrics_key_file allow_no_keys metadata_url max_sessions "
         "max_sessions_mb",
         "limits": "max_queue request_timeout read_timeout drain_timeout max_body_mb max_connections",
         "operation": "kv_events kv_events_topic restart_when_stuck access_log verbose",
@@ -98,7 +98,7 @@ class ServerSettings(DoorSettings):
     lora: Several = option(
         (),
         "LoRA adapter, served as a model of that name, with its strength, e.g. @0.5; repeat for more",
-        "NAME=[MODEL=]FILE[@X]",
+        "[NAME=[MODEL=]]FILE[@X]",
     )
     mmproj: Several = option((), "image encoder of a model, by default of the first one", "[NAME=]FILE")
     keep_alive: str = option(
@@ -165,7 +165,7 @@ class ServerSettings(DoorSettings):
     chunks: str = option(
         "",
         "with --reuse chunks, how passages are found and repaired: repair=query, ratio=0.15, overlap_k=4, "
-        "chunk_size=64, boundary_window=16",
+        "chunk_size=64, boundary_window=16, max_kld=0.25, check=0.01",
         "NAME=X,...",
     )
     speculation: Literal["", "off", "prompt-lookup", "draft-model", "mtp"] = option(
@@ -214,6 +214,13 @@ class ServerSettings(DoorSettings):
         "HOST",
     )
     root_path: str = option("", "prefix of all paths, e.g. /llm; paths without it work too", "PATH")
+    threads_batch: int = option(0, "CPU threads for prompts (default: as many as --threads)", "N", 0, 4096)
+    api_key: str = option(
+        "",
+        "the one key of all clients. Other users of the machine see it in the list of processes, but not as "
+        "MIXEDKV_API_KEY or in a file",
+        "KEY",
+    )
     metrics_key_file: str = option(
         "", "file with a key that /metrics then asks for; its numbers are by tenant", "FILE"
     )
@@ -298,6 +305,8 @@ class ServerSettings(DoorSettings):
 
     @model_validator(mode="after")
     def _go_together(self) -> ServerSettings:
+        if self.api_key and self.api_key_file:
+            raise ValueError("api_key and api_key_file: give one; a file may have many keys")
         if self.tls_cert and self.unix_socket:
             raise ValueError("tls_cert and host: a Unix socket needs no TLS: leave one out")
         if self.speculation == "draft-model" and not self.draft_model:
@@ -326,7 +335,7 @@ class ServerSettings(DoorSettings):
 
     @property
     def knows_clients(self) -> bool:
-        return bool(self.api_key_file or self.unix_socket)
+        return bool(self.api_key_file or self.api_key or self.unix_socket)
 
     @property
     def routed(self) -> bool:
@@ -341,7 +350,7 @@ class ServerSettings(DoorSettings):
     @property
     def local_only(self) -> bool:
         """True if the server has no keys and only requests from this machine can reach it."""
-        return is_local(self.host) and not (self.api_key_file or self.allow_no_keys)
+        return is_local(self.host) and not (self.api_key_file or self.api_key or self.allow_no_keys)
 
     @property
     def sessions_url(self) -> str:

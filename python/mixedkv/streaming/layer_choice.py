@@ -10,6 +10,7 @@ from typing import Literal, cast
 
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.model.gguf_file import ModelFile, n_layers
+from mixedkv.sizes import format_bytes
 
 RING_LAYERS = 3  # in memory at a time: one in use, one there, one on its way
 Asked = Literal["auto", "all", "ffn"] | int | Mapping[str, int]
@@ -96,7 +97,10 @@ def choose_layers(sizes: LayerSizes, asked: Asked, room: int) -> list[int]:
 def no_room(what: str, needed: int, room: int) -> str:
     """Explain why some weights cannot be in memory."""
     left = max(0, room)
-    return f"{what} are {needed} bytes; there is room for {left}: raise memory, or lower n_ctx or n_ubatch"
+    return (
+        f"{what} are {format_bytes(needed)}; there is room for {format_bytes(left)}: raise memory, or lower "
+        "n_ctx or n_ubatch"
+    )
 
 
 def parse_layers(text: str) -> Asked:

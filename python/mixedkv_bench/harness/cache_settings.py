@@ -61,15 +61,15 @@ class Setting:
         """Tokens whose rows a mixed cache keeps in F16; None for a cache that is not mixed."""
         return self.kv.quantization_threshold if isinstance(self.kv, MixedKVConfig) else None
 
-    def settled(self, shape: ModelShape) -> Setting:
-        """Return the setting whose `bits` are what they come to for a model of this shape.
+    def settled(self, shape: ModelShape, n_ctx: int) -> Setting:
+        """Return the setting whose `bits` are what they come to for a model of this shape and a context.
 
         Raises:
             ValueError: the model has no types so coarse.
         """
         if not isinstance(self.kv, MixedKVConfig) or self.kv.is_settled:
             return self
-        kv = settle(self.kv, shape, 0)
+        kv = settle(self.kv, shape, n_ctx)
         return replace(self, spec=str(kv), kv=kv)
 
     def check_context(self, n_ctx: int) -> None:

@@ -106,7 +106,7 @@ class Context:
         params.n_threads = params.n_threads_batch = threads
         params.type_k, params.type_v = self.setting.type_ids
         params.flash_attn_type = int(self.setting.flash_attn)
-        params.swa_full, params.no_perf = True, True
+        params.swa_full, params.no_perf = False, True  # windows alone, as `mixedkv.Llama` has them
         try:
             self.setting.check_context(n_ctx)
         except ValueError as error:
@@ -152,12 +152,18 @@ class Context:
         self.n_past += n
 
     def decode_rows(
-        self, tokens: npt.NDArray[np.int32], positions: npt.NDArray[np.int_], seqs: npt.NDArray[np.int_]
+        self,
+        tokens: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int_],
+        seqs: npt.NDArray[np.int_],
+        wanted: npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        """Evaluate tokens of any sequences, each with logits, and wait until they are computed."""
+        """Evaluate tokens of any sequences, and wait until they are computed; those `wanted`, or all, get
+        logits.
+        """
         for i, seq in enumerate(seqs):
             self._batch.seq_id[i][0] = int(seq)
-        self._wanted[: len(tokens)] = True
+        self._wanted[: len(tokens)] = True if wanted is None else wanted
         self._decode(tokens, positions)
         for i in range(len(seqs)):
             self._batch.seq_id[i][0] = 0

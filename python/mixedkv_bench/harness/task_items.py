@@ -21,6 +21,8 @@ _PLACES = (
     "mill", "harbor", "library", "bakery", "castle", "museum", "station", "garden", "tower", "market",
     "school", "theater", "brewery", "chapel", "stable", "quarry", "lighthouse", "dairy", "forge", "orchard",
 )  # fmt: skip
+_KINDS_OF_PLACES = ("old", "new", "upper", "lower")
+_EVERY = 32  # tokens of a document for each place
 _NAMES = (
     "Mira", "Tomas", "Ines", "Jonas", "Leila", "Pavel", "Rosa", "Stefan", "Yara", "Bruno", "Clara", "Dario",
     "Elena", "Felix", "Greta", "Hugo",
@@ -45,7 +47,8 @@ class TaskItem:
         task: one of `TASKS`, or `RECALL` with the place of the fact in its journal.
         prompt: what comes after the document, up to where the answer begins.
         answer: what a right answer begins with, white space and letter case aside.
-        n_tokens: room for the answer.
+        n_tokens: room for the answer; 0: its tokens are given one after the other, and each has to be the
+            likeliest one after those before it.
     """
 
     task: str
@@ -88,7 +91,9 @@ def _plain(text: str) -> str:
 
 
 def _facts(random: Random, n_tokens: int, count: Count) -> Pile:
-    codes = {place: str(random.randrange(1000, 10000)) for place in _PLACES}
+    places = [f"{kind} {place}" for kind in _KINDS_OF_PLACES for place in _PLACES]
+    chosen = random.sample(places, min(len(places), n_tokens // _EVERY))
+    codes = {place: str(random.randrange(1000, 10000)) for place in chosen}
     people = [_person(random, name) for name in random.sample(_NAMES, _N_PEOPLE)]
     statements = [f"The access code of the {place} is {code}." for place, code in codes.items()]
     statements += [
@@ -130,7 +135,7 @@ def _lookups(codes: dict[str, str]) -> Iterator[TaskItem]:
     for place, code in codes.items():
         prompt = f"\n\nQuestion: What is the access code of the {place}?\n"
         prompt += f"Answer: The access code of the {place} is"
-        yield TaskItem("lookup", prompt, code, 8)
+        yield TaskItem("lookup", prompt, code, 0)
 
 
 def _needles(random: Random, codes: dict[str, str]) -> Iterator[TaskItem]:

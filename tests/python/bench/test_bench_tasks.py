@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from mixedkv_bench import tasks
 from mixedkv_bench.harness import sample_text
 from mixedkv_bench.harness.task_items import RECALL, TASKS, TaskItem, make_piles
 from support.bench_support import run
@@ -32,7 +34,7 @@ def test_documents_are_as_long_as_asked_and_hold_the_answers(n_tokens: int) -> N
     assert {item.task for pile in (facts, dialogue) for item in pile.items} == set(TASKS)
     for item in facts.items:
         if item.task == "lookup":
-            place = item.prompt.split()[-2]
+            place = item.prompt.rpartition("code of the ")[2].removesuffix(" is")
             assert f"The access code of the {place} is {item.answer}." in facts.text
         if item.task == "quote":
             start = item.prompt.rpartition('"')[2]
@@ -75,9 +77,9 @@ def test_an_answer_is_right_by_how_it_begins(said: str, right: bool) -> None:
 
 def test_rows_say_what_stays_right(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kinds = ["--kv", "f16", "--kv", "mixed:quality", "--flash-attn", "off"]
-    tasks = [word for task in TASKS for word in ("--task", task)]
+    asked = [word for task in TASKS for word in ("--task", task)]
     reference, other = run(
-        tmp_path / "t.json", "quality", *tasks, "--n-ctx", "1660", "--repeats", "1", *kinds
+        tmp_path / "t.json", "quality", *asked, "--n-ctx", "1660", "--repeats", "1", *kinds
     )
     assert (reference["control"], other["control"]) == (True, False)
     assert reference["same_texts"] == 1
@@ -105,3 +107,18 @@ def test_recall_of_the_bundled_model(tmp_path: Path) -> None:
     for row in found:
         assert sum(part["n"] for part in row["tasks"]) == 32
         assert sum(part["correct"] for part in row["tasks"]) >= 28, "the model does not know its facts"
+
+
+def test_digits_of_a_code_are_given_one_after_the_other() -> None:
+    tokens = {"The code is 4817": [1, 2, 3, 4, 8, 1, 7], "The code is 48|17": [1, 2, 3, 48, 17]}
+    pieces = {1: "1", 2: "is", 3: " ", 4: "4", 8: "8", 7: "7", 48: " 48", 17: "17"}
+
+    def text(said: Sequence[int]) -> str:
+        return "".join(pieces[token] for token in said)
+
+    item = TaskItem("lookup", "The code is", "4817", 0)
+    single = tasks.make_prompt(item, tokens.__getitem__, text)
+    assert (single.tokens, single.n_read) == ([1, 2, 3, 4, 8, 1], 4)
+    pairs = tasks.make_prompt(item, lambda prompt: tokens[f"{prompt[:-2]}|17"], text)
+    assert (pairs.tokens, pairs.n_read) == ([1, 2, 3, 48], 2)
+    assert not single.goes_on([4, 8, 1, 7], text)

@@ -4,6 +4,7 @@ does.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -14,7 +15,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.chat import MessageCache
-from mixedkv.chunks import ChunkCache
+from mixedkv.chunks import ChunkCache, UncalibratedWarning
 from mixedkv.chunks.deviation import compare, follow, last_logits
 from mixedkv.chunks.repair import Method
 from mixedkv.errors import ContextLengthError, UnsupportedModelError
@@ -246,6 +247,15 @@ def test_what_the_caller_evaluated_behind_a_prompt_is_gone_on_from(llm: Llama, s
     assert (reuse.n_cached_exact, reuse.n_evaluated) == (len(prompt) + 3, 2)
 
 
+def test_a_check_leaves_nothing_to_another_tenant(llm: Llama, store: KVStore) -> None:
+    case = maker(llm).make("documents", "conversation", 7)
+    fill(llm, store, case, tenant="a")
+    cache = open_cache(llm, store, check=1.0)
+    assert not cache.prefill(case.prompt, tenant="a").exact
+    assert cache.check_pending() is not None  # the whole prompt is now live
+    assert cache.prefill(case.prompt).n_evaluated == len(case.prompt)
+
+
 @pytest.mark.nightly
 def test_fuzzed_prompts(llm: Llama, store: KVStore) -> None:
     """200 prompts cut and pasted together: never a crash, never an exact label on approximate rows."""
@@ -290,6 +300,46 @@ def test_ten_moves_are_one(llm: Llama, store: KVStore) -> None:
     assert compare(once, last_logits(llm)).kld < 1e-6
 
 
+# --- the gate ---
+
+
+def test_without_a_calibration_it_warns(llm: Llama, store: KVStore) -> None:
+    with pytest.warns(UncalibratedWarning, match="calibrate"):
+        ChunkCache(llm, store)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ChunkCache(llm, store, repair="seam")
+
+
+def test_checked_requests_close_the_gate(llm: Llama, store: KVStore) -> None:
+    cache = ChunkCache(llm, store, repair="none", check=1.0, max_kld=1e-9)
+    for seed in range(8):
+        case = maker(llm, 400).make("documents", "alone", seed)
+        fill(llm, store, case)
+        assert not cache.prefill(case.prompt).exact
+    assert cache.stats().n_waiting == 8
+    while (deviation := cache.check_pending()) is not None:
+        assert deviation.kld > 1e-9
+    stats = cache.stats()
+    assert stats.n_checked == 8
+    assert "nats" in stats.off
+    reuse = cache.prefill(case.prompt)
+    assert reuse.exact
+    assert reuse.reason == stats.off
+
+
+def test_a_check_measures_what_the_request_got(llm: Llama, store: KVStore) -> None:
+    case = maker(llm).make("documents", "alone", 9)
+    expected = full(llm, case.prompt)
+    fill(llm, store, case)
+    cache = ChunkCache(llm, store, repair="none", check=1.0)
+    cache.prefill(case.prompt)
+    deviation = compare(expected, last_logits(llm))
+    assert cache.check_pending() == deviation
+    assert cache.check_pending() is None
+    assert cache.stats().kld_mean == deviation.kld
+
+
 # --- what is refused ---
 
 
@@ -304,6 +354,8 @@ def test_ten_moves_are_one(llm: Llama, store: KVStore) -> None:
         ({"chunk_size": 31}, "chunk_size=31"),
         ({"boundary_window": 100}, "half of chunk_size"),
         ({"max_donors": 0}, "max_donors=0"),
+        ({"max_kld": 0.0}, "max_kld=0.0"),
+        ({"check": 2.0}, "check=2.0"),
         ({"chunk_size": "64"}, "chunk_size='64'"),
     ],
 )

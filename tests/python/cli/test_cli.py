@@ -22,7 +22,9 @@ from mixedkv.kv.stats import format_saving
 from mixedkv.model.footprint import footprint, longest_context, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from support import prefork
+from support.image_support import png
 from support.patience import PATIENCE
+from support.zoo.projector import write_projector
 
 RECALL = make_recall(seed=53_001, n_sentences=12)  # one that the model answers with an F16 cache
 COMMAND = [sys.executable, "-m", "mixedkv"]
@@ -189,10 +191,47 @@ def test_words_of_the_context() -> None:
         (["run", "--kv", "mixed:threshold=8"], "threshold=8 is smaller than group=16"),
         (["run", "--kv", "q3_k"], "'q3_k' names no cache"),
         (["run", "--n-ctx", "16"], "exceed context window of 256"),
-        (["run", "--n-ctx", "-1"], "'-1' is not a positive whole number"),
-        (["run", "-c", "32kk"], "'32kk' is not a positive whole number"),
+        (["run", "-c", "32kk"], "'32kk' is not a number of tokens"),
+        (["run", "-c", "-1"], "'-1' is not a number of tokens: use e.g. 4096 or 32k"),
+        (["run", "-c", "99999999", "x"], "80.5 GiB for the cache"),
         (["run", "none.gguf"], "none.gguf: a model of your own needs a prompt"),
-        (["run", "x", "y"], "'y' is one argument too many"),
+        (["run", "none.gguf", "x"], "none.gguf: No such file or directory"),
+        (["run", "x", "y"], "'y' is one argument too many: put quotes around a prompt with spaces"),
+        (["run", "a", "b", "c"], "'b' is one argument too many"),
+        (["run", "-fa", "on", "x"], "there is no -fa: attention over quantised rows is fused"),
+        (["run", "-cnv"], "there is no -cnv: `mixedkv chat` is the conversation"),
+        (["run", "-no-cnv", "x"], "`mixedkv run` answers once"),
+        (["run", "-np", "4", "x"], "there is no -np: that is for `mixedkv serve`"),
+        (["run", "--api-key", "abc", "x"], "that is for `mixedkv serve`"),
+        (["run", "-sys", "Be brief.", "x"], "`mixedkv chat --system TEXT` has one"),
+        (["run", "--no-mmap", "x"], "--stream-layers and --memory say how weights are read"),
+        (["run", "--color", "x"], "answers on a terminal have colours"),
+        (["run", "--ignore-eos", "x"], "there is no option --ignore-eos (see"),
+        (["run", "-tb", "many", "x"], "-tb/--threads-batch: 'many' is not a positive whole number"),
+        (["run", "-ctk", "q9_0", "x"], "-ctk/--cache-type-k: 'q9_0' is no type of rows"),
+        (
+            ["run", "--mmproj", "none.gguf", "--image", "a.png", "x"],
+            "--mmproj=none.gguf: there is no such file",
+        ),
+        (
+            ["run", "--image", "a.png", "x"],
+            "--image: the model needs an image encoder: give it with --mmproj",
+        ),
+        (["run", "--lora", "none.gguf", "x"], "none.gguf cannot be loaded: it is no LoRA adapter"),
+        (["run", "--chat-format", "nope", "x"], "--chat-format='nope' is not one of llama-cpp-python's"),
+        (["run", "--seed", "x", "hi"], "argument --seed: 'x' is not a whole number"),
+        (["run", "--memory", "6", "x"], "are 2.5 MiB; there is room for 0 B: raise memory, or lower --n-ctx"),
+        (["run", "--memory", "6X", "x"], "'6X' is not a size: use e.g. 2GiB or 500MiB"),
+        (["run", "--stream-layers", "some", "x"], "use auto, all, ffn, a number, or keep_first=8"),
+        (["run", "--kv", "mixed:treshold=64", "x"], "unknown key 'treshold' (did you mean threshold?)"),
+        (["run", "--kv", "mixed:budget=100", "x"], "budget=100: the smallest cache takes 336.0 KiB"),
+        (["run", "--kv", "mixed:budget=3GX", "x"], "use e.g. 2GiB, or 4.5bit for an element"),
+        (["run", "--kv", "mixed:draft=4", "x"], "draft was taken out"),
+        (["run", "--kv", "mixed:sink=-1", "x"], "(did you mean sinks?)"),
+        (["run", "--kv", "mixed:threshold=64,threshold=32", "x"], "gives threshold twice"),
+        (["run", "--kv", "f16:threshold=64", "x"], "a uniform cache takes attention only"),
+        (["run", "--kv", "q4", "x"], "(did you mean q4_0?)"),
+        (["run", "--kv", "mixd", "x"], "(did you mean mixed?)"),
         (["run", "--ctx", "512"], "there is no option --ctx (did you mean --n-ctx?)"),
         (["run", "--temperature", "1"], "there is no option --temperature (did you mean --temp?)"),
         (["run", "--kv", "mixed:balance"], "(did you mean balanced?)"),
@@ -201,7 +240,34 @@ def test_words_of_the_context() -> None:
         (["run", "-hf", "model.gguf", "-p", "x"], "write OWNER/REPO"),
         (["chat", "-m", "a.gguf", "b.gguf"], "two models are given, a.gguf and b.gguf"),
         (["chat", "--conversation"], "`mixedkv chat` is the conversation"),
-        (["serve", "--api-key", "secret"], "--api-key-file FILE"),
+        (["chat", "--hist", "notes"], "there is no option --hist (did you mean --history?)"),
+        (["chat", "--max-age", "3x"], "'3x' is not a duration: use e.g. 30d, 12h or 90min"),
+        (["chat", "--new"], "--new: there is no --history to forget"),
+        (["serve", "--api-key", "secret"], "--api-key: use 16 to 512 printable characters"),
+        (["serve", "--api-key", "a" * 20, "--api-key-file", "f"], "--api-key and --api-key-file: give one"),
+        (["serve", "--host", "0.0.0.0"], "give --api-key-file, or --allow-no-keys if everybody"),
+        (["serve", "--port", "99999"], "--port=99999: use at most 65535"),
+        (["serve", "--port", "abc"], "argument --port: 'abc' is not a whole number"),
+        (["serve", "-n", "5"], "there is no -n: each request says its max_tokens"),
+        (["serve", "-md", "x.gguf"], "there is no -md: write --draft-model FILE"),
+        (["serve", "--metrics"], "there is no --metrics: it is always there"),
+        (["serve", "--ssl-key-file", "k"], "write --tls-key FILE"),
+        (["serve", "--cache-reuse", "256"], "write --reuse chunks"),
+        (["serve", "--np", "4"], "(did you mean -np?)"),
+        (["serve", "--mmproj", "none.gguf"], "--mmproj=none.gguf: there is no such file"),
+        (
+            ["serve", "--chat-template", "chatml"],
+            "No such file or directory: give a file, or --chat-format=chatml",
+        ),
+        (["serve", "--cors-origin", "localhost:3000"], "give scheme and host, and a port if it has one"),
+        (["serve", "--store-remote", "foo"], "use redis://HOST:PORT/DB"),
+        (["serve", "--reuse", "all"], "--reuse='all': use 'exact', 'prefix' or 'chunks'"),
+        (["serve", "--config", "none.toml"], "none.toml: No such file or directory"),
+        (["info", "--n-ctx", "0"], "'0' is not a number of tokens"),
+        (["info", "--kv", "mixed:balance"], "(did you mean balanced?)"),
+        (["pull", "nothing"], "write hf:OWNER/REPO, or hf:OWNER/REPO:FILE"),
+        (["cache", "ls"], "the following arguments are required: --store"),
+        (["bench", "speeed"], "invalid choice: 'speeed'"),
         (["serve", "--parralel", "2"], "did you mean --parallel?"),
         (["serve", "--kv", "mixed:balance"], "--kv='mixed:balance': 'balance' is neither a preset"),
         (["run", "-n", "many"], "'many' is not a positive whole number"),
@@ -311,6 +377,38 @@ def test_words_of_llama_cpp_are_taken(capfd: pytest.CaptureFixture[str]) -> None
     assert "8.50 bits/element" in capfd.readouterr().err
     ours = "--n-gpu-layers 0 --n-ctx 1024 --threads 1 --kv q8_0 -n 4 --seed 1"
     assert main(["run", *ours.split(), "hello"]) == 0
+
+
+def test_a_model_and_a_prompt_may_stand_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "twin.gguf"
+    path.symlink_to(model_path())
+    assert main(["run", str(path), "hello", "-n", "-1", "-c512", "-tb", "1", "--temp", "0"]) == 0
+    assert capfd.readouterr().out == run("run", "hello", "-n", "99", "-c", "512", "--temp", "0").stdout
+
+
+def test_images_in_a_prompt_and_a_chat(tmp_path: Path) -> None:
+    encoder = write_projector("mlp", int(read_model_file(model_path()).get("embedding_length")), tmp_path)
+    (tmp_path / "a.png").write_bytes(png())
+    options = ("--mmproj", encoder, "-n", 8, "--temp", 0, "-c", 512)
+    told = run("run", *options, "--image", tmp_path / "a.png", "What is this?").stdout
+    assert told.strip()
+    talk = f"/image {tmp_path / 'a.png'}\nWhat is this?\n/image none.png\n"
+    done = run("chat", *options, "--history", tmp_path / "talk", stdin=talk)
+    assert done.stdout == told
+    assert "none.png: No such file or directory" in done.stderr
+    done = run("chat", *options, "--history", tmp_path / "talk", stdin="And now?\n")
+    assert re.search(r"3\d not evaluated again", done.stderr)
+    done = run("chat", "--history", tmp_path / "talk", stdin="And now?\n", code=2)
+    assert "this chat has images: give the model's image encoder with --mmproj FILE" in done.stderr
+
+
+def test_a_base_model_continues_and_says_so(zoo_path) -> None:
+    base = zoo_path("llama-64")
+    assert "is a base model: it continues your text" in run("run", base, "x", "-n", 1, "-c", 256).stderr
+    refused = run("chat", base, stdin="x\n", code=2).stderr
+    assert "was not taught to chat" in refused
+    assert "--chat-format chatml" in refused
+    run("chat", base, "--chat-format", "chatml", "-n", 4, "-c", 256, stdin="x\n")
 
 
 def test_a_type_alone_is_of_k_or_v(capfd: pytest.CaptureFixture[str]) -> None:

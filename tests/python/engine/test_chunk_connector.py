@@ -252,6 +252,37 @@ def fuzz(direct: Direct, n: int) -> None:
     assert direct.call(lambda: direct.engine.pool.used) == 0
 
 
+# --- checks ---
+
+
+def test_checks_switch_it_off() -> None:
+    with opened(repair="none", check=1.0, max_kld=1e-9) as direct:
+        for seed in range(8):
+            case = make(direct, seed, "alone", 300)
+            store(direct, case)
+            assert ask(direct, case)[0].n_approximate
+            wait_for(lambda n=seed + 1: direct.engine.connector_stats()["chunks"]["checked"] == n)
+        stats = direct.engine.connector_stats()["chunks"]
+        assert "nats" in stats["off"]
+        assert stats["kld_mean"] > 1e-9
+        assert ask(direct, case)[0].exact
+        forget(direct)
+        assert direct.call(lambda: direct.engine.pool.used) == 0
+
+
+def test_checks_wait_until_nobody_wants_the_engine() -> None:
+    with opened(check=1.0) as direct:
+        case = make(direct, 1, "alone")
+        store(direct, case)
+        running, _ = direct.start(make_recall(5, 8).prompt, LONG, ignore_end=True, reuse=False)
+        wait_for(lambda: running.n_answer > 2)
+        assert ask(direct, case)[0].n_approximate
+        stats = direct.engine.connector_stats()["chunks"]
+        assert (stats["checked"], stats["waiting_to_be_checked"]) == (0, 1)
+        direct.engine.cancel(running)
+        wait_for(lambda: direct.engine.connector_stats()["chunks"]["checked"] == 1)
+
+
 # --- what is refused ---
 
 
@@ -263,6 +294,7 @@ def test_settings_and_models_that_cannot() -> None:
     for options, match in (
         ({"ratio": 1.5}, "ratio=1.5"),
         ({"chunk_size": 99999}, "chunk_size=99999"),
+        ({"check": -1.0}, "check"),
     ):
         with pytest.raises(ValueError, match=match):
             opened(**options)
@@ -273,6 +305,7 @@ def test_settings_and_models_that_cannot() -> None:
 # --- PromptCache ---
 
 
+@pytest.mark.filterwarnings("ignore::mixedkv.chunks.UncalibratedWarning")
 def test_warm_documents() -> None:
     texts = [" ".join(make_recall(63_000 + i, 14).journal) for i in range(3)]
     options = {"n_seq_max": 8, "kv_unified": True, "n_ctx": 4096}

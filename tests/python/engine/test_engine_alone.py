@@ -336,6 +336,9 @@ class Recorder:
         threading.Thread(target=self.engine.ready, args=(job,)).start()
         return True
 
+    def evaluated(self, job: Job, index: int) -> None:
+        assert index >= 0
+
     def offload(self, job: Job) -> None:
         assert threading.current_thread().name == "mixedkv-engine"
         assert job.seq is not None

@@ -12,6 +12,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.chunks.deviation import last_logits
+from mixedkv.engine import Chat
 from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.jobs.answer_state import Done
@@ -19,7 +20,7 @@ from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ContextLengthError, UnsupportedModelError
-from mixedkv.images.picture import PromptImage
+from mixedkv.images.picture import MARK, PromptImage
 from mixedkv.images.projector import Projector
 from mixedkv.store import KVStore
 from support.harness import rel_rms
@@ -91,6 +92,15 @@ def seeing(zoo_path: Callable[[str], Path], tmp_path: Path) -> Iterator[Callable
     yield open_
     for each in opened:
         each.__exit__(None, None, None)
+
+
+def test_a_chat_with_an_image_is_submitted(seeing: Callable[..., Seeing]) -> None:
+    case = seeing("llama-128")
+    image = case.projector.read(png())
+    chat = Chat(messages=[{"role": "user", "content": f"{MARK}What do you see?"}], images=[image])
+    answer = case.engine.submit(chat, max_tokens=4, temperature=0)
+    assert answer.result().reason == "length"
+    assert answer.job.n_prompt > len(image.tokens)
 
 
 @pytest.mark.parametrize("kv", ["f16", "q8_0", MIXED])

@@ -112,7 +112,7 @@ def test_the_formula_knows_of_a_hidden_budget(rows: str) -> None:
 def test_who_names_a_budget_is_warned_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIXEDKV_HOT_BUDGET", "all")
     kv, options = "mixed:quality", {"n_ctx": 512, "n_threads": 1, "verbose": False}
-    with pytest.warns(UserWarning, match=r"takes \d+ bytes here, more than the \d+ of kv='f16'"):
+    with pytest.warns(UserWarning, match=r"takes [\d.]+ MiB here, more than the [\d.]+ MiB of kv='f16'"):
         Llama(model_path(), kv=kv, **options).close()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

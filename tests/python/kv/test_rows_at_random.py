@@ -5,7 +5,6 @@ Whatever was done to them, such rows are those of a fresh context, and so is wha
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,22 +86,16 @@ def test_twenty_thousand_operations(kv: str, zoo_path: Callable[[str], Path]) ->
     assert n_answers > 3000
 
 
-@pytest.fixture
-def gemma() -> Path:
-    path = os.environ.get("MIXEDKV_TEST_GEMMA")
-    if not path:
-        pytest.skip("MIXEDKV_TEST_GEMMA is no file of Gemma 3, whose window has 512 tokens")
-    return Path(path)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("swa_full", [True, False])
 @pytest.mark.parametrize("kv", GEMMA_BOUNDS)
-def test_prompts_longer_than_the_window_of_a_real_model(kv: str, swa_full: bool, gemma: Path) -> None:
-    """MIXEDKV_TEST_GEMMA: a GGUF file of Gemma 3."""
+def test_prompts_longer_than_the_window_of_a_real_model(
+    kv: str, swa_full: bool, real_model_gemma_q4: Path
+) -> None:
     sizes = Sizes(n_ctx=2048, most=1000, longest=600, n_batch=256, layers=4)
+    path = real_model_gemma_q4
     tally = play(
-        gemma, kv, swa_full=swa_full, n_seq=2, unified=True, seed=1, n=40, sizes=sizes, bounds=GEMMA_BOUNDS
+        path, kv, swa_full=swa_full, n_seq=2, unified=True, seed=1, n=40, sizes=sizes, bounds=GEMMA_BOUNDS
     )
     print(tally)
     assert tally.n_rows > 5000

@@ -121,3 +121,11 @@ def test_what_is_wrong_is_said(environ: dict[str, str]) -> None:
     assert "names no cache" in said
     missing = {**environ, "MIXEDKV_LLM_MODELS": "none=/does/not/exist.gguf"}
     assert "No such file" in tool(missing, "-m", "mixedkv/none", "x", code=1)
+
+
+def test_a_base_model_continues_or_is_given_a_format(environ: dict[str, str], zoo_path) -> None:
+    base = ["-m", "mixedkv/base", "-o", "max_tokens", "4", "-o", "temperature", "0", "-o", "n_ctx", "512"]
+    given = {**environ, "MIXEDKV_LLM_MODELS": f"base={zoo_path('llama-64')}"}
+    assert tool(given, *base, "On Monday").strip()
+    assert tool(given, *base, "-o", "chat_format", "chatml", "On Monday").strip()
+    assert "-o chat_format chatml" in tool(given, *base, "--schema", "name", "On Monday", code=1)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,10 +14,11 @@ from mixedkv import Llama, MixedKVConfig, UniformKV
 from mixedkv.bundled import model_path
 from mixedkv.config import KVSetting, parse_kv
 from mixedkv.config.row_types import type_bits
-from mixedkv.model.footprint import LayerShape, ModelShape, footprint, model_shape
+from mixedkv.model.footprint import LayerShape, ModelShape, Sliding, footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.layer_plan import FINEST, LADDER, MEASURED, LayerPlan
 from mixedkv.model.settle import for_budget, settle, shorten
+from mixedkv.sizes import format_bytes
 
 pytestmark = pytest.mark.core
 
@@ -54,7 +57,9 @@ def test_what_is_allocated_is_within_the_budget(zoo_path: Callable[[str], Path],
     # a step of these small models is up to 4 bits of one of their few layers
     step = 4 / 8 * N_CTX * max(layer.n_embd_k for layer in shape.layers)
     assert all(budget - said <= step for said, budget in zip(sizes[:-1], budgets, strict=False))
-    with pytest.raises(ValueError, match=f"budget={least - 1}: the smallest cache takes {least} bytes"):
+    with pytest.raises(
+        ValueError, match=f"budget={least - 1}: the smallest cache takes {format_bytes(least)}"
+    ):
         Llama(path, kv=f"mixed:budget={least - 1}", n_ctx=N_CTX, verbose=False)
 
 
@@ -65,7 +70,7 @@ def test_several_sequences(n_seq: int, unified: bool) -> None:
         options = {"n_ctx": 4096, "n_seq_max": n_seq, "kv_unified": unified, "verbose": False}
         with Llama(model_path(), kv=kv, **options) as llm:  # type: ignore[arg-type]
             assert 0.9 * budget <= llm.kv.stats().bytes_total <= budget
-    with pytest.raises(ValueError, match=r"budget=99999: the smallest cache takes 2\d{6} bytes"):
+    with pytest.raises(ValueError, match=r"budget=99999: the smallest cache takes 2\.\d MiB"):
         Llama(model_path(), kv="mixed:budget=99999", **options)  # type: ignore[arg-type]
 
 
@@ -161,6 +166,36 @@ def test_bits_go_to_the_keys_of_deep_layers_first() -> None:
     assert settle(parse_kv("mixed:budget=8.5bit"), shape, 512) == parse_kv("mixed:cold=q8_0")
     with pytest.raises(ValueError, match=r"budget=3bit: the coarsest types take 3\.25 bits in this model"):
         settle(parse_kv("mixed:budget=3bit"), shape, 512)
+
+
+def sliding_of(n_ctx_train: int = 32_768) -> ModelShape:
+    """Six layers with one KV head of 256, of which the third and the last read all tokens."""
+    layers = tuple(LayerShape(il, 1, 256, 256, slides=il % 3 != 2) for il in range(6))
+    return ModelShape("gemma3", "", 6, (4,) * 6, n_ctx_train, 512, layers)
+
+
+def cold_bits(kv: KVSetting, shape: ModelShape, n_ctx: int, **options: Any) -> float:
+    assert isinstance(kv, MixedKVConfig)
+    without = replace(kv, quantization_threshold=0, sink_tokens=0)
+    return footprint(shape, without, n_ctx, **options).bits_per_element
+
+
+@pytest.mark.parametrize("n_ctx", [512, 2048, 8192, 32_768])
+def test_bits_are_those_of_what_is_allocated(n_ctx: int) -> None:
+    shape = sliding_of()
+    for bits in (3.5, 4.5, 6.0):
+        kv = settle(parse_kv(f"mixed:budget={bits}bit"), shape, n_ctx)
+        assert bits - 0.5 < cold_bits(kv, shape, n_ctx) <= bits
+        full = settle(parse_kv(f"mixed:budget={bits}bit"), shape, n_ctx, sliding=Sliding(full=True))
+        assert bits - 0.5 < cold_bits(full, shape, n_ctx, sliding=Sliding(full=True)) <= bits
+
+
+def test_rows_of_a_window_get_eight_bits_where_they_cost_little() -> None:
+    shape = sliding_of()
+    long = settle(parse_kv("mixed:budget=4.5bit"), shape, 32_768)
+    assert [long.types_of(il)[0] for il in range(6)] == ["q8_0", "q8_0", "q5_0", "q8_0", "q8_0", "q5_0"]
+    short = settle(parse_kv("mixed:budget=4bit"), shape, 512)  # a window has as many rows here
+    assert short == parse_kv("mixed:cold_k=lm4,cold_v=tc3,layers=2:q5_0/tc3,5:q5_0/tc3")
 
 
 def test_bits_of_a_llama() -> None:

@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 
 from mixedkv.bundled import model_path
+from mixedkv.model.encoder import encoder_beside
+from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.hub_model import choose, hub_model
+from support.image_support import png
 from support.local_hub import LocalHub, local_hub
 from support.patience import PATIENCE
 from support.server_support import running
+from support.zoo.projector import write_projector
 
 pytest.importorskip("huggingface_hub", reason="needs the Python package huggingface_hub")
 
@@ -58,6 +62,21 @@ def test_a_model_is_pulled_once_and_listed(hub: LocalHub, tmp_path: Path) -> Non
     (line,) = (line for line in listed if "hf:me/tiny:tiny.gguf" in line)
     assert line.endswith(path)
     assert mixedkv(hub, tmp_path, "pull", "me/tiny", offline=True)[0].strip() == path
+
+
+def test_an_encoder_comes_with_its_model(tmp_path: Path) -> None:
+    width = int(read_model_file(model_path()).get("embedding_length"))
+    encoder = write_projector("mlp", width, tmp_path).read_bytes()
+    (tmp_path / "a.png").write_bytes(png())
+    files = {"m-Q8_0.gguf": MODEL, "mmproj-m-F16.gguf": encoder, "mmproj-m-Q8_0.gguf": SMALL}
+    asked = ["run", "-m", "me/seeing", "--image", str(tmp_path / "a.png"), "What?", "-n", "4", "-c", "512"]
+    with local_hub({"me/seeing": files}) as hub:
+        assert mixedkv(hub, tmp_path, *asked)[0].strip()
+        assert len(hub.downloads()) == 2
+        path = mixedkv(hub, tmp_path, "pull", "me/seeing", offline=True)[0].strip()
+        found = encoder_beside(Path(path))
+        assert found is not None
+        assert found.name == "mmproj-m-F16.gguf"
 
 
 @pytest.mark.nightly

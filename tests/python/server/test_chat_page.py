@@ -380,3 +380,26 @@ def test_it_fits_a_phone_and_can_be_read(server: Server, open_page: OpenPage, sc
     assert [entry for entry in contrasts if entry[1] < 4.5] == []
     page.click("#new")
     playwright.expect(page.locator("#new")).to_be_hidden()
+
+
+def test_a_base_model_continues_the_text(open_page: OpenPage, zoo_path: Callable[[str], Path]) -> None:
+    with running("-m", str(zoo_path("llama-64")), "--n-ctx", "512") as server:
+        page = open_page(server, viewport=PHONE, has_touch=True, is_mobile=True)
+        page.wait_for_selector("text=It is a base model, which was not taught to chat.")
+        assert page.get_attribute("#text", "placeholder") == "Text to continue"
+        page.click("#open-settings")
+        page.fill("#max_tokens", "4")
+        page.click("#settings button.main")
+        page.fill("#text", "On Monday")
+        with page.expect_request("**/v1/completions") as asked:
+            page.click("#send")
+        assert asked.value.post_data_json["prompt"] == "On Monday"
+        page.wait_for_selector("text=4 tokens")
+        assert not page.noise
+
+
+def test_a_phone_says_what_enter_does(server: Server, open_page: OpenPage) -> None:
+    assert "Enter begins a new line. The button sends." in open_page(
+        server, viewport=PHONE, has_touch=True, is_mobile=True
+    ).inner_text("#log")
+    assert "Enter sends" in open_page(server).inner_text("#log")

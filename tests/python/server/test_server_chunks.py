@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
+from support.patience import wait_for
 from support.server_support import MODEL, Server, key_file, running
 
 ANNA, BEN = "0123456789abcdef-anna", "0123456789abcdef-ben"
@@ -43,7 +44,7 @@ def warm(server: Server, key: str = "") -> None:
 
 @pytest.mark.nightly
 def test_what_slid_is_no_passage() -> None:
-    """Rows of the last turn, moved up: they are not repaired."""
+    """Rows of the last turn, moved up: they are neither repaired nor checked."""
     words = [f"{word}{i}" for i, word in enumerate("\n".join(DOCUMENTS).split())]
     with running(*OPTIONS, "--overflow", "slide", "--n-ctx", "1024") as server:
 
@@ -54,9 +55,12 @@ def test_what_slid_is_no_passage() -> None:
         usages = [complete(server, prompt=" ".join(words[:at]), max_tokens=1)[1] for at in (n, n + 60)]
         assert usages[1]["approximate_cached_tokens"] > 0
         assert "cached_repair" not in usages[1] or usages[1]["cached_repair"] is None
+        server.wait_until_idle()
+        assert server.stats()["store"]["chunks"]["waiting_to_be_checked"] == 0
+        assert server.stats()["store"]["chunks"]["checked"] == 0
 
 
-def test_passages_are_labelled_and_one_tenants(tmp_path: Path) -> None:
+def test_passages_are_labelled_checked_and_one_tenants(tmp_path: Path) -> None:
     keys = str(key_file(tmp_path, f"anna:{ANNA}", f"ben:{BEN}"))
     with running(*OPTIONS, "--api-key-file", keys) as server:
         warm(server, ANNA)
@@ -72,8 +76,10 @@ def test_passages_are_labelled_and_one_tenants(tmp_path: Path) -> None:
         assert exact["cached_exact"] is True
         assert "approximate_cached_tokens" not in exact
         assert text == cold
-        assert server.stats(ANNA)["store"]["chunks"]["method"] == "query 15%"
-        metrics = server.metrics(key=ANNA)
+        wait_for(lambda: "mixedkv:chunk_checks_total 1.0" in server.metrics(key=ANNA))
+        chunks, metrics = server.stats(ANNA)["store"]["chunks"], server.metrics(key=ANNA)
+        assert (chunks["checked"], chunks["off"]) == (1, "")
+        assert "mixedkv:chunk_reuse_off 0.0" in metrics
         assert f"mixedkv:approximate_cache_hits_total {found['approximate_cached_tokens']}.0" in metrics
 
 

@@ -130,6 +130,13 @@ def test_a_wrong_key_is_an_authentication_error(tmp_path: Path) -> None:
         assert [model.id for model in make_client(server, KEY)[0].models.list()] == [MODEL]
 
 
+def test_one_key_for_all_may_be_an_option() -> None:
+    with running("--n-ctx", "512", "--api-key", "a-key-of-everybody") as server:
+        with pytest.raises(openai.AuthenticationError):
+            make_client(server, "none")[0].models.list()
+        assert make_client(server, "a-key-of-everybody")[0].models.list().data
+
+
 @pytest.mark.nightly
 def test_a_stopped_server_is_a_connection_error() -> None:
     with running("--n-ctx", "512") as server:

@@ -299,6 +299,8 @@ def test_names_are_read(tmp_path: Path) -> None:
     assert [each.name for each in served_models(settings(model="/x/y.gguf", model_name="m"))] == ["m"]
     two = settings(model="m.gguf", model_n_ctx=["b=4096"], lora=["b=b.gguf", "c=c.gguf"], n_ctx=8192)
     assert [(each.name, each.n_ctx) for each in served_models(two)] == [("m", 8192), ("b", 4096), ("c", 8192)]
+    nameless = served_models(settings(model="m.gguf", lora=["/x/poet.gguf@0.5"]))[1]
+    assert (nameless.name, nameless.adapter, nameless.scale) == ("poet", "/x/poet.gguf", 0.5)
     odd = tmp_path / "odd=name.gguf"
     odd.touch()
     assert served_models(settings(model=str(odd)))[0].path == odd
@@ -311,7 +313,7 @@ def test_names_are_read(tmp_path: Path) -> None:
     [
         ({"model": ["a.gguf", "/x/a.gguf"]}, "there are two 'a'"),
         ({"model": ["a.gguf"], "lora": ["a=b.gguf"]}, "there are two 'a'"),
-        ({"lora": ["b.gguf"]}, "use NAME=FILE"),
+        ({"model": ["b.gguf"], "lora": ["b.gguf"]}, "there are two 'b'"),
         ({"model_n_ctx": ["a=1024"]}, "no model or adapter is named 'a'"),
         ({"model_n_ctx": ["a"]}, "use NAME=N"),
         ({"model_n_ctx": [f"{MODEL}=-1"]}, "use NAME=N"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -270,3 +271,12 @@ def test_keys(tmp_path: Any) -> None:
         for ask in (ollama.Client.list, ollama.Client.ps, lambda it: it.chat(MODEL, [USER])):
             with pytest.raises(ollama.ResponseError, match="a key is needed"):
                 ask(client(server))
+
+
+def test_a_base_model_says_what_it_does(zoo_path: Callable[[str], Path]) -> None:
+    with running("-m", str(zoo_path("llama-64")), "--n-ctx", "512") as server:
+        with pytest.raises(
+            ollama.ResponseError, match=r"base model: .*/api/generate, or .*--chat-format chatml"
+        ):
+            client(server).chat(MODEL, [{"role": "user", "content": "x"}])
+        assert client(server).generate(MODEL, "On Monday", options={"num_predict": 4}).response

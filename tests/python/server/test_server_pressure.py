@@ -241,7 +241,7 @@ def test_a_second_signal_changes_nothing(number: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--host", "0.0.0.0"), "api_key_file"),
+        (("--host", "0.0.0.0"), "--api-key-file"),
         (("--model", "/nowhere.gguf"), "/nowhere.gguf"),
         (("--kv", "odd"), "odd"),
         (("--config", "/nowhere.toml"), "/nowhere.toml"),
@@ -249,7 +249,7 @@ def test_a_second_signal_changes_nothing(number: int) -> None:
         (("--warm", "/nowhere.jsonl"), "/nowhere.jsonl"),
         (("--metadata-url", "mysql:x"), "metadata"),
         (("--chat-format", "odd"), "odd"),
-        (("--chat-template", "chatml"), "chat_format=chatml"),
+        (("--chat-template", "chatml"), "--chat-format=chatml"),
         (("--port", "x"), "--port"),
     ],
 )

@@ -77,7 +77,7 @@ def test_a_remote_that_falls_silent_fails_no_request(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--store-remote", "ftp://x"], "'ftp' is not the URL of a remote: use redis://"),
-        (["--store-key-file", "k"], "store_key_file is given without store or store_remote"),
+        (["--store-key-file", "k"], "store-key-file is given without store or --store-remote"),
     ],
 )
 @pytest.mark.nightly

@@ -163,6 +163,58 @@ CLINE: dict[str, Any] = {
     "parallel_tool_calls": False,
 }
 
+READ = {"type": "function", "function": {"name": "Read", "description": "Reads.", "parameters": SCHEMA}}
+CONTINUE: dict[str, Any] = {  # its CLI and extensions, by OpenAI's JavaScript package
+    "model": MODEL,
+    "messages": [
+        {"role": "system", "content": "You are an agent in the Continue CLI."},
+        {"role": "user", "content": "Hi"},
+    ],
+    "stream": True,
+    "tools": [READ],
+    "stream_options": {"include_usage": True},
+    "max_tokens": 4,
+}
+ZED: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [
+        {"role": "system", "content": "You are a coding assistant."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "# a.py"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "Read", "arguments": '{"command": "a"}'},
+                }
+            ],
+        },
+        {"role": "tool", "content": [{"type": "text", "text": "x = 1"}], "tool_call_id": "c1"},
+    ],
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "max_completion_tokens": 4,
+    "temperature": 1.0,
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "tools": [READ],
+    "prompt_cache_key": "0199-bbbb",
+}
+N8N: dict[str, Any] = {  # LangChain's ChatOpenAI for JavaScript, which its model node is
+    "model": MODEL,
+    "temperature": 0.7,
+    "top_p": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "n": 1,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "max_tokens": 4,
+    "messages": [{"role": "user", "content": "Hi"}],
+}
+
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
@@ -206,7 +258,17 @@ def test_a_billing_header_that_changes_does_not_spoil_the_prefix(server: Server)
     assert usage["input_tokens"] <= 1
 
 
-@pytest.mark.parametrize("body", [OPEN_WEBUI, AIDER, CLINE], ids=["open_webui", "aider", "cline"])
+OTHERS = {
+    "open_webui": OPEN_WEBUI,
+    "aider": AIDER,
+    "cline": CLINE,
+    "continue": CONTINUE,
+    "zed": ZED,
+    "n8n": N8N,
+}
+
+
+@pytest.mark.parametrize("body", OTHERS.values(), ids=OTHERS)
 def test_chats_of_others(server: Server, body: dict[str, Any]) -> None:
     status, text, _ = server.request("POST", "/v1/chat/completions", body)
     assert status == 200, text

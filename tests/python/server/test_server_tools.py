@@ -332,6 +332,9 @@ def test_a_template_that_is_a_name_is_said_to_be_a_format() -> None:
 def test_a_named_format_has_tools_too() -> None:
     with running("--n-ctx", "2048", "--chat-format", "chatml") as server:
         body = {"messages": [USER], "tools": [WEATHER, ADD], "tool_choice": "required", **OPTIONS}
-        answer = server.post("/v1/chat/completions", body)
+        answer = server.post("/v1/chat/completions", {**body, "reasoning_effort": "high"})
+        assert server.post(
+            "/v1/chat/completions", {"messages": [USER], "reasoning_effort": "high", **OPTIONS}
+        )
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     check(call["function"]["name"], call["function"]["arguments"])

@@ -161,7 +161,9 @@ class Bench:
             )  # fmt: skip
             connector: Any = None
             if "chunks" in features:
-                connector = ChunkConnector(KVStore(None), chunk_size=32, repair="seam")
+                connector = ChunkConnector(
+                    KVStore(None), chunk_size=32, repair="seam", check=0.0, max_kld=99.0
+                )
             elif features & {"store", "sessions"}:
                 connector = StoreConnector(KVStore(None))
             self.connector = connector

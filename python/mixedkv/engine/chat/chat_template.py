@@ -221,7 +221,7 @@ class ChatRenderer:
     @cached_property
     def _template(self) -> _chat.ChatTemplate:
         if not self._source:
-            raise ValueError("tools: this model has no chat template: serve it with chat_template")
+            raise ValueError("tools: this model has no chat template: serve it with --chat-format chatml")
         if len(self._source) > _MAX_TEMPLATE:
             raise ValueError(f"tools: the model's chat template has more than {_MAX_TEMPLATE} characters")
         try:

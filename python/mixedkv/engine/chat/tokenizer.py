@@ -259,7 +259,9 @@ class Tokenizer:
         chat = chat.begun
         if chat.has_tools and self.renders and not self._renderer.takes_tools:
             return generic_tools.render(chat, self.rendered)
-        if self.thinks or not chat.is_plain:
+        if chat.options.continues and self.renders and not self.chat_template:
+            raise ValueError("continue_final_message: a chat format by name begins each answer: leave it out")
+        if self.chat_template and (self.thinks or not chat.is_plain):
             return self._renderer.render(chat.messages, chat.tools, chat.choice, chat.options)
         result = self._format(chat.messages)
         stops = [result.stop] if isinstance(result.stop, str) else list(result.stop or ())
@@ -285,7 +287,8 @@ class Tokenizer:
     def _format(self, messages: Messages) -> Any:
         if self._formatter is None:
             raise ValueError(
-                "this model has no chat template: use /v1/completions, or serve it with chat_format"
+                "this is a base model: it continues texts and was not taught to chat. Send a text to "
+                "/v1/completions or /api/generate, or serve it with --chat-format chatml to chat all the same"
             )
         try:
             return self._formatter(messages=list(messages))
@@ -365,16 +368,23 @@ def find_format(name: str) -> Any:
     return getattr(llama_chat_format, "format_" + name.replace("-", "_"), None)
 
 
+def chat_formatter(name: str) -> Any:
+    """Return one of llama-cpp-python's chat formats.
+
+    Raises:
+        ValueError: no one has this name; the message lists them.
+    """
+    if (formatter := find_format(name)) is not None:
+        return formatter
+    known = (each.removeprefix("format_") for each in dir(llama_chat_format) if each[:7] == "format_")
+    raise ValueError(
+        f"chat_format={name!r} is not one of llama-cpp-python's: use one of {', '.join(sorted(known))}"
+    )
+
+
 def _make_formatter(chat_format: str, template: str, bos: str, eos: str) -> Any:
     if chat_format:
-        formatter = find_format(chat_format)
-        if formatter is None:
-            known = (name.removeprefix("format_") for name in dir(llama_chat_format) if name[:7] == "format_")
-            raise ValueError(
-                f"chat_format={chat_format!r} is not one of llama-cpp-python's: use one of "
-                f"{', '.join(sorted(known))}"
-            )
-        return formatter
+        return chat_formatter(chat_format)
     if not template:
         return None
     if error := syntax_error(template):

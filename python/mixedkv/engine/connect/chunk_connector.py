@@ -1,18 +1,29 @@
 """A `StoreConnector` that also finds passages of a prompt that were computed in other prompts, see
 docs/passages.md.
+
+A sample of the answers is also evaluated exactly, a slice at a time, while the engine has nothing else to do.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+from functools import partial
 from typing import Any
 
+import numpy as np
+
 from mixedkv.chunks.chunk_reuse import ChunkChoice
+from mixedkv.chunks.deviation import Logits, compare, logits_at
+from mixedkv.chunks.gate import Waiting
 from mixedkv.chunks.passages import Passages
 from mixedkv.chunks.stitch import PassageRows
 from mixedkv.engine.connect.kv_connector import ConnectedEngine
 from mixedkv.engine.connect.store_connector import Offer, StoreConnector
 from mixedkv.engine.jobs.job import Job
+from mixedkv.errors import ClosedError
+from mixedkv.start.sequence import Sequence
+from mixedkv.start.sequences import NO_MATCH
 from mixedkv.store import KVStore
 
 log = logging.getLogger("mixedkv.engine")
@@ -28,7 +39,7 @@ class ChunkConnector(StoreConnector):
 
     Args:
         store: closed with the connector.
-        **options: of `ChunkOptions`: repair, ratio, overlap_k, chunk_size, ...
+        **options: of `ChunkOptions`: repair, ratio, overlap_k, chunk_size, max_kld, check, ...
 
     Raises:
         UnsupportedModelError, ValueError: from the engine's constructor, as from `ChunkCache`.
@@ -39,11 +50,14 @@ class ChunkConnector(StoreConnector):
     def __init__(self, store: KVStore, *, closes: bool = True, **options: Any) -> None:
         super().__init__(store, closes=closes)
         self._options = options
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._checker = threading.Thread(target=self._check_all, name="mixedkv-check", daemon=True)
 
     def attach(self, engine: ConnectedEngine) -> None:
-        """Begin the threads that fetch and offload KV; the engine calls it once."""
+        """Begin the threads that fetch, offload and check KV; the engine calls it once."""
         self._passages = Passages(engine.llm, self.store, **self._options)
         super().attach(engine)
+        self._checker.start()
 
     def check(self, choice: ChunkChoice) -> None:
         """Check that this cache can reuse chunks in the way that a request asks for.
@@ -55,15 +69,40 @@ class ChunkConnector(StoreConnector):
 
     def fetch(self, job: Job) -> bool:
         """Have the KV of a job's prompt looked for, passages included where they may be reused."""
-        if job.request.keep or job.request.max_tokens == 0 or job.pictures:
+        if job.request.keep or job.request.max_tokens == 0 or job.pictures or self._passages.gate.closed:
             job.accept = "exact" if job.accept == "chunks" else job.accept
         elif job.accept is None:
             job.accept = "chunks"
         return super().fetch(job)
 
+    def evaluated(self, job: Job, index: int) -> None:
+        """Keep the logits of a prompt with reused passages, if the prompt will be checked."""
+        gate = self._passages.gate
+        if job.n_approximate and job.method and gate.wants():
+            logits = logits_at(self._engine.llm, index)
+            gate.add(Waiting(job.prompt, logits, job.tenant))
+            self._wake.set()
+
     def stats(self) -> dict[str, Any]:
-        """Return the store's stats, and how passages are repaired."""
-        return {**super().stats(), "chunks": {"method": str(self._passages.method)}}
+        """Return the store's stats, and those of the reuse of chunks."""
+        gate = self._passages.gate
+        chunks = {
+            "method": str(self._passages.method),
+            "checked": gate.n_checked,
+            "waiting_to_be_checked": gate.n_waiting,
+            "kld_mean": gate.kld_mean,
+            "same_top1": gate.same_top1,
+            "off": gate.closed,
+        }
+        return {**super().stats(), "chunks": chunks}
+
+    def close(self) -> None:
+        """End the checks, store what waits, then close the store."""
+        self._closing.set()
+        self._wake.set()
+        if self._checker.is_alive():
+            self._checker.join()
+        super().close()
 
     def _find(self, job: Job) -> Offer | None:
         return super()._find(job) or (Offer(None) if job.accept == "chunks" else None)
@@ -80,3 +119,51 @@ class ChunkConnector(StoreConnector):
         found = self._passages.find(job.prompt, self._identity(job.tenant), n_exact, options)
         rows = [(segment, self._rows.cut(blocks)) for segment, blocks in found]
         job.set_passages(PassageRows(rows, method) if rows else None, str(method))
+
+    # --- checks, on a thread of their own ---
+
+    def _check_all(self) -> None:
+        gate = self._passages.gate
+        while not self._closing.is_set():
+            self._wake.wait()
+            self._wake.clear()
+            while gate.n_waiting and not self._closing.wait(0 if self._engine.idle else _LOOK_AGAIN):
+                if self._engine.idle and (waiting := gate.take()) is not None:
+                    try:
+                        self._check(waiting)
+                    except ClosedError:
+                        return
+                    except Exception as error:  # a failed check never fails a request
+                        log.warning("a check of reused chunks failed: %s: %s", type(error).__name__, error)
+
+    def _check(self, waiting: Waiting) -> None:
+        """Evaluate a prompt exactly and compare. If a job comes meanwhile, the check is postponed."""
+        engine, gate = self._engine, self._passages.gate
+        seq = engine.call(lambda: self._place(waiting)).result()
+        if seq is None:
+            return
+        try:
+            for p0 in range(0, len(waiting.tokens), engine.llm.n_batch):
+                if self._closing.is_set() or not engine.idle:
+                    gate.add(waiting)
+                    return
+                logits = engine.call(partial(self._evaluate, seq, waiting, p0)).result()
+        finally:
+            engine.call(lambda: engine.pool.drop(seq)).result()
+        deviation = compare(logits, waiting.logits)
+        gate.note(deviation)
+        engine.observer.checked(deviation.kld, bool(gate.closed))
+
+    def _place(self, waiting: Waiting) -> Sequence | None:
+        """Return a sequence for the check; None if there is no room beside the running jobs."""
+        pool, n_ctx = self._engine.pool, self._engine.llm.kv.stats().n_ctx
+        while pool.used + len(waiting.tokens) > n_ctx:
+            if not pool.evict():
+                return None
+        return pool.acquire(waiting.tenant, NO_MATCH)
+
+    def _evaluate(self, seq: Sequence, waiting: Waiting, p0: int) -> Logits:
+        llm = self._engine.llm
+        tokens = waiting.tokens[p0 : p0 + llm.n_batch]
+        llm.kv.fill(tokens, np.arange(p0, p0 + len(tokens)), seq.id, logits=True)
+        return logits_at(llm, -1)

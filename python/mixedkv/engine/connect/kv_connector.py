@@ -48,6 +48,11 @@ class KVConnector(Protocol):
         """
         ...
 
+    def evaluated(self, job: Job, index: int) -> None:
+        """Note that the prompt's last token has logits, at `index` in the step; called on the engine's
+        thread.
+        """
+
     def offload(self, job: Job) -> None:
         """Store the KV of a job that is done; called on the engine's thread. The rows stay in `job.seq` until
         its `version` changes, so they can be read by `engine.call` between later steps.

@@ -103,6 +103,9 @@ class StoreConnector:
 
     # --- the engine's hooks ---
 
+    def evaluated(self, job: Job, index: int) -> None:
+        """Do nothing: rows are stored when the job is done."""
+
     def flush(self) -> None:
         """Wait until the rows of all finished jobs are stored."""
         while self._n_unstored and all(thread.is_alive() for thread in self._threads):

@@ -44,6 +44,11 @@ class Observer:
 
     def stored(self, n_tokens: int) -> None: ...
 
+    def checked(self, kld: float, is_off: bool) -> None:
+        """Note that an answer with reused chunks was also evaluated exactly: its divergence in nats, and
+        whether the reuse of chunks is now off. Not called on the engine's thread.
+        """
+
     def store_failed(self, reason: str) -> None: ...
 
     def rechecked(self, problem: str) -> None:

@@ -122,6 +122,7 @@ def _model(server: Described) -> dict[str, Any]:
             **server.facts,
             "kv": server.kv,
             "capabilities": server.capabilities,
+            "chats": server.chats,
             "loaded": server.loaded,
         },
     }

@@ -88,8 +88,8 @@ def _jobs(
     if isinstance(body, OllamaGenerate) and raw:  # a base model continues the prompt as it is
         if body.format or body.images or body.logprobs:
             raise bad_request(
-                "format, images and logprobs need a chat template, which this model lacks: leave them out, "
-                "or serve it with chat_template",
+                "format, images and logprobs work in chats, and this is a base model, which continues texts: "
+                "leave them out, or serve it with --chat-format chatml",
                 "format",
             )
         fields = body.as_completion(server.engine.n_ctx)

@@ -93,8 +93,8 @@ class OwnPagesOnly:
             return ApiError(
                 403,
                 f"this server without keys takes requests to 127.0.0.1, [::1] or localhost only, not to "
-                f"{host[:_SHOWN]!r}: serve with allowed_host if that is its name, with api_key_file, or with "
-                "allow_no_keys if everybody may use it",
+                f"{host[:_SHOWN]!r}: serve with --allowed-host {_name(host)[:_SHOWN]} if that is its name, "
+                "with keys, or with --allow-no-keys if everybody who can reach it may use it",
                 code="host_not_allowed",
             )
         if origin is None or "*" in self._origins or origin in self._origins:
@@ -103,7 +103,8 @@ class OwnPagesOnly:
             return ApiError(
                 403,
                 f"this server without keys takes no requests from pages of other sites, here "
-                f"{origin[:_SHOWN]!r}: serve with cors_origin if that site may use it, or with api_key_file",
+                f"{origin[:_SHOWN]!r}: serve with --cors-origin {origin[:_SHOWN]} if that site may "
+                "use it, or with keys",
                 code="origin_not_allowed",
             )
         return None

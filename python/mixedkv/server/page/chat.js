@@ -3,7 +3,7 @@
 import { addNode, branch, children, deleteChat, listChats, loadChat, merge, newChat, openChats, saveChat, tip } from "./chats.js";
 import { codeBlock, make, showMarkdown } from "./markdown.js";
 
-const KEY = "mixedkv-key", DRAFT = "mixedkv-draft", SAVE_MS = 1000, RETRY_MS = 3000, MAX_TITLE = 80, MAX_SIDE = 1536; // pixels
+const KEY = "mixedkv-key", DRAFT = "mixedkv-draft", SAVE_MS = 1000, RETRY_MS = 3000, MAX_TITLE = 80, MAX_SIDE = 1536 /* pixels */, LENGTH = 256;
 const $ = (id) => document.getElementById(id);
 const count = (n, what) => `${new Intl.NumberFormat("en").format(n)} ${what}${n === 1 ? "" : "s"}`;
 const writings = new Map(); // by chat: {chat, node, abort}, answers that this tab receives
@@ -24,7 +24,8 @@ async function request(path, options = {}) {
   if (answer.ok) return answer;
   const body = await answer.json().catch(() => null);
   if (answer.status === 401) wantKey();
-  throw new Error(body?.error?.message ?? `the server answered ${answer.status}`);
+  const said = body?.error?.message?.replace(/^[a-z_]+(\.\w+)*: /, ""); // without the field of the API
+  throw new Error(said ?? `The server answered ${answer.status}.`);
 }
 
 async function loadModels() {
@@ -89,10 +90,13 @@ function messages(of, end) {
   return out;
 }
 
+/** A base model was not taught to chat: it continues the text of all messages. */
+const isBase = (of) => (models.find((each) => each.id === of.settings.model) ?? models[0])?.meta.chats === false;
+
 async function answer(of, parent) {
   const { model, temperature, max_tokens, tools } = of.settings;
-  const body = { model: model ?? models[0]?.id, messages: messages(of, parent), temperature, max_tokens, tools,
-    stream: true, stream_options: { include_usage: true }, return_progress: true };
+  const prompt = isBase(of) ? { prompt: branch(of, parent).map(({ content }) => content).join(""), max_tokens: max_tokens ?? LENGTH } : { messages: messages(of, parent), max_tokens, tools };
+  const body = { model: model ?? models[0]?.id, ...prompt, temperature, stream: true, stream_options: { include_usage: true }, return_progress: true };
   const node = addNode(of, parent, { role: "assistant", content: "", reasoning: "", calls: [], state: "writing", note: "" });
   const writing = { chat: of, node, abort: new AbortController() };
   writings.set(of.id, writing);
@@ -112,14 +116,14 @@ async function answer(of, parent) {
 
 async function receive(writing, body) {
   const { chat: of, node, abort } = writing;
-  const stream = await request("v1/chat/completions", { method: "POST", body: JSON.stringify(body), signal: abort.signal });
+  const stream = await request(body.messages ? "v1/chat/completions" : "v1/completions", { method: "POST", body: JSON.stringify(body), signal: abort.signal });
   let began = 0, saved = performance.now(), drawing = false, usage = null, reason = "";
   for await (const event of events(stream)) {
     if (event.error) throw new Error(event.error.message);
-    const { delta = {}, finish_reason } = event.choices?.[0] ?? {};
+    const { delta = {}, text = "", finish_reason } = event.choices?.[0] ?? {};
     const { total, cache, processed } = event.prompt_progress ?? {};
     node.progress = total ? `Reading: ${processed} of ${count(total, "token")}, ${cache} of them known` : "";
-    node.content += delta.content ?? "";
+    node.content += delta.content ?? text;
     node.reasoning += delta.reasoning_content ?? "";
     for (const call of delta.tool_calls ?? []) addCall(node, call);
     usage = event.usage ?? usage;
@@ -184,12 +188,14 @@ function show(toEnd = true) {
   $("title").textContent = chat.title || "New chat";
   document.title = `${chat.title || "New chat"} – mixedkv`;
   $("send").textContent = busy ? "Stop" : "Send";
-  $("text").placeholder = call ? `Result of ${call.function.name}` : "Message";
+  $("text").placeholder = call ? `Result of ${call.function.name}` : isBase(chat) ? "Text to continue" : "Message";
   showSettings();
 }
 
 function hello() {
-  return make("div", "empty soft", make("h3", "", "What is on your mind?"), make("p", "", "Enter sends, Shift+Enter begins a new line."));
+  const enter = touches() ? "Enter begins a new line. The button sends." : "Enter sends, Shift+Enter begins a new line.";
+  return make("div", "empty soft", make("h3", "", isBase(chat) ? "This model continues your text" : "What is on your mind?"),
+    make("p", "", (isBase(chat) ? "It is a base model, which was not taught to chat. " : "") + enter));
 }
 
 /** Change the log; its end stays in view if it was, or with `always`. */
@@ -338,6 +344,7 @@ function showSettings() {
   const model = models.find((each) => each.id === chat.settings.model) ?? models[0];
   $("model").hidden = models.length < 2;
   if (model) $("model").value = $("alone").textContent = model.id;
+  if (!branch(chat).length) $("log").replaceChildren(hello()), ($("text").placeholder = isBase(chat) ? "Text to continue" : "Message");
   $("attach").hidden = !model?.meta.capabilities.includes("vision");
 }
 
@@ -377,8 +384,10 @@ function showImages() {
 
 // --- what people do ---
 
+const touches = () => matchMedia("(pointer: coarse)").matches;
+
 function enterSends(event, form) {
-  const alone = event.key === "Enter" && !event.shiftKey && !event.isComposing && !matchMedia("(pointer: coarse)").matches;
+  const alone = event.key === "Enter" && !event.shiftKey && !event.isComposing && !touches();
   if (alone) event.preventDefault(), form.requestSubmit();
 }
 

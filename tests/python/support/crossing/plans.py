@@ -378,7 +378,9 @@ class Player:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 if self.chunks is None:
-                    self.chunks = ChunkCache(self.llm, self.store, chunk_size=32, repair="seam")
+                    self.chunks = ChunkCache(
+                        self.llm, self.store, chunk_size=32, repair="seam", max_kld=99.0, check=0.0
+                    )
                 self.chunks._live = None
                 self.chunks.warm([document])
                 done = self.chunks.prefill([*before, *document, *behind])

@@ -15,7 +15,7 @@ import numpy as np
 
 from mixedkv import Llama
 from mixedkv.config import parse_kv
-from mixedkv.model.smollm2 import smollm2_f16
+from mixedkv.model.packaged_model import SMOLLM2
 from support import zoo
 from support.crossing.lineage import Lineage, Reference, evaluate, pos_max, window_of
 from support.harness import rel_rms
@@ -241,7 +241,7 @@ def model_file(family: str, folder: Path) -> Path:
     ring of a streamed model holds.
     """
     if family == "real":
-        return smollm2_f16()
+        return SMOLLM2.f16()
     if family != "deep":
         return zoo.write(family, folder)
     path = folder / "deep.gguf"
