@@ -65,7 +65,7 @@ def test_commands_are_not_for_the_model(tmp_path: Path) -> None:
     for said in (
         "/undo          take back",
         "nothing was answered yet",
-        "there is no command /nonsense: /bye, /clear, /help, /kv, /save, /stats, /system, /undo",
+        "there is no command /nonsense: /bye, /clear, /help, /image, /kv, /save, /stats, /system, /undo",
         "/kv takes nothing behind it",
         "ends in .md or .json",
         "there is no system message",

@@ -169,7 +169,7 @@ def test_words_of_the_context() -> None:
     done = run("run", "-p", "A journal", "-n", 1, "--fit", "-ub", 64, "--swa-full", "--kv", "mixed")
     assert re.search(r"cache [\d.]+ MiB, [\d.]+ bits/element, \d+% below F16", done.stderr)
     refused = run("run", "-p", "x", "-c", 2**30, "--kv", "f16", code=2).stderr
-    assert re.search(r"TiB for the cache, and [\d.]+ GiB are free\. n_ctx=8192 fits", refused)
+    assert re.search(r"TiB for the cache, and [\d.]+ GiB are free\. --n-ctx=8192 fits", refused)
 
 
 # --- what goes wrong ---
