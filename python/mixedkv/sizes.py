@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from mixedkv import _core
@@ -46,14 +47,20 @@ def size_of(field: str, value: float | str, unit: int = 1) -> int:
     return int(value * unit)
 
 
-def format_bytes(n: int) -> str:
-    """Format a size to read: "312 B", "1.4 MiB"."""
+def format_bytes(n: int, *, enough: bool = False) -> str:
+    """Format a size to read: "312 B", "1.4 MiB".
+
+    Args:
+        enough: round up, so that whoever types what is said has these bytes.
+    """
     size = float(n)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
         size /= 1024
-    return f"{size:.1f} TiB"
+    if unit == "B":
+        return f"{n} B"
+    return f"{math.ceil(size * 10) / 10 if enough else size:.1f} {unit}"
 
 
 def parse_duration(text: str) -> float:

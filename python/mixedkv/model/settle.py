@@ -94,8 +94,8 @@ def _spend(
         window //= 2
     if (smallest := size(make(coarsest, window))) > budget:
         raise ValueError(
-            f"budget={budget}: the smallest cache takes {format_bytes(smallest)}: raise the "
-            "budget, or lower n_ctx"
+            f"budget={budget}: the smallest cache takes {format_bytes(smallest, enough=True)}: raise "
+            "the budget, or lower n_ctx"
         )
     steps = range(len(plan) + 1)
     n = bisect_right(steps, budget, key=lambda n: size(make(plan.types(n), window))) - 1

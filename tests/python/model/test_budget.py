@@ -18,7 +18,7 @@ from mixedkv.model.footprint import LayerShape, ModelShape, Sliding, footprint, 
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.layer_plan import FINEST, LADDER, MEASURED, LayerPlan
 from mixedkv.model.settle import for_budget, settle, shorten
-from mixedkv.sizes import format_bytes
+from mixedkv.sizes import format_bytes, parse_size
 
 pytestmark = pytest.mark.core
 
@@ -34,7 +34,7 @@ def smallest(shape: ModelShape) -> int:
     """What the refusal of one byte names."""
     with pytest.raises(ValueError, match="raise the budget") as refused:
         for_budget(shape, N_CTX, 1)
-    return int(str(refused.value).split("takes ")[1].split()[0])
+    return parse_size(str(refused.value).split("takes ")[1].split(":")[0])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -53,7 +53,7 @@ def test_what_is_allocated_is_within_the_budget(zoo_path: Callable[[str], Path],
             assert 0.95 * said <= llm.kv.stats().bytes_total <= said <= budget
         sizes.append(said)
     assert sizes == sorted(sizes)
-    assert (sizes[0], sizes[-1]) == (least, f16)
+    assert (format_bytes(sizes[0], enough=True), sizes[-1]) == (format_bytes(least), f16)
     # a step of these small models is up to 4 bits of one of their few layers
     step = 4 / 8 * N_CTX * max(layer.n_embd_k for layer in shape.layers)
     assert all(budget - said <= step for said, budget in zip(sizes[:-1], budgets, strict=False))
@@ -78,7 +78,7 @@ def test_many_sequences_have_shorter_windows() -> None:
     shape = shape_of(model_path())
     with pytest.raises(ValueError, match="raise the budget") as refused:
         for_budget(shape, 8192, 1, n_seq=20)
-    least = int(str(refused.value).split("takes ")[1].split()[0])
+    least = parse_size(str(refused.value).split("takes ")[1].split(":")[0])
     wanted = (1, 1.05, 1.15, 1.43)
     chosen = [for_budget(shape, 8192, round(least * x), n_seq=20) for x in wanted]
     windows = [kv.window.threshold for kv in chosen]
