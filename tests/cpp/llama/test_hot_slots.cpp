@@ -220,6 +220,22 @@ static void test_a_pool_is_shared() {
     CHECK(both.slots.get_use().short_from[0] == -1); // what was evaluated short is gone
 }
 
+static void test_tokens_that_read_a_row_less_are_known() {
+    cache one(RULE, 1, room_for(RULE, 1));
+    one.evaluate(0, 60);
+    one.remove(0, 60 - RULE.n_draft);
+    one.evaluate(0, 1);
+    CHECK(one.slots.get_use().short_from[0] == -1); // such rows are held
+
+    one.remove(0, 30);
+    CHECK(!one.slots.is_window_whole(0, 30) && one.slots.get_use().short_from[0] == -1);
+    one.evaluate(0, 5);
+    CHECK(one.slots.get_use().short_from[0] == 30);
+
+    one.remove(0, 0);
+    CHECK(one.slots.get_use().short_from[0] == -1);
+}
+
 static void test_a_narrower_window_is_laid_out_anew() {
     cache one(RULE, 1, room_for(RULE, 1));
     one.evaluate(0, 80);
@@ -297,6 +313,7 @@ int main() {
     test_restored_rows_lie_where_they_lay();
     test_a_pool_is_shared();
     test_who_runs_has_a_whole_window_while_there_are_pages_for_it();
+    test_tokens_that_read_a_row_less_are_known();
     test_a_narrower_window_is_laid_out_anew();
     test_streams_are_copied_whole();
     return 0;

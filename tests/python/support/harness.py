@@ -32,6 +32,7 @@ TYPES = {  # enum ggml_type
     "q8_0": 8,
     "lm4": 38,
     "tc3": 36,
+    "bf16": 30,
 }
 FLASH_OFF, FLASH_ON = 0, 1
 # Of models that say nothing else. With it tests that need the cache in CPU memory are skipped.
