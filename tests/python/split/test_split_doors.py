@@ -206,5 +206,3 @@ def test_its_settings_come_from_the_environment_too(tmp_path: Path) -> None:
     assert (settings.port, settings.n_ctx, settings.n_seq) == (7, 8192, 32)
     with pytest.raises(ValueError, match="client_ca asks clients for certificates"):
         SplitSettings(body="b.gguf", client_ca="ca.pem")
-    with pytest.raises(ValueError, match=r"MIXEDKV_SPLIT_STORE_GB.*it is --max-kv-size-gb"):
-        SplitSettings.load({"body": "b.gguf"}, None, {"MIXEDKV_SPLIT_STORE_GB": "1"})
