@@ -51,7 +51,7 @@ def fill(llm: Llama, store: KVStore, case: Case, tenant: str = "") -> None:
 
 
 def open_cache(llm: Llama, store: KVStore, repair: str = "query", **options: object) -> ChunkCache:
-    return ChunkCache(llm, store, repair=repair, **options)  # type: ignore[arg-type]
+    return ChunkCache(llm, store, repair=repair, **{"check": 0.0, **options})  # type: ignore[arg-type]
 
 
 def full(llm: Llama, tokens: np.ndarray) -> np.ndarray:

@@ -43,7 +43,7 @@ def prompt(llm: Llama, store: KVStore) -> Tokens:
 
 
 def check(llm: Llama, store: KVStore, prompt: Tokens) -> Any:
-    (found,) = verify_correctness(ChunkCache(llm, store, repair="none"), [prompt], n_gen=4)
+    (found,) = verify_correctness(ChunkCache(llm, store, repair="none", check=0), [prompt], n_gen=4)
     assert found.reuse.donors
     return found
 
@@ -80,7 +80,7 @@ def test_context_is_not_damage(real_model_q4_1: Path) -> None:
     first = "The miller counted the planks that went by, and said that he had seen worse in his time. " * 4
     second = "Bread is made of flour, water and salt. The dough rests for a night in a cold room. " * 4
     with Llama(real_model_q4_1, kv="mixed", n_ctx=512, verbose=False) as llm, KVStore(None) as store:
-        cache = ChunkCache(llm, store, repair="none")
+        cache = ChunkCache(llm, store, repair="none", check=0)
         cache.warm([first, second])
         (found,) = verify_correctness(cache, ["Two texts. " + second + first + "In short:"], n_gen=2)
         assert found.reuse.n_cached_approximate > 32
@@ -94,7 +94,7 @@ def real(request: pytest.FixtureRequest, real_model_q4_1: Path) -> Iterator[tupl
     second = "Bread is made of flour, water and salt. The dough rests for a night in a cold room. " * 4
     kv = request.param
     with Llama(real_model_q4_1, kv=kv, n_ctx=512, verbose=False) as llm, KVStore(None) as store:
-        cache = ChunkCache(llm, store, repair="query")
+        cache = ChunkCache(llm, store, repair="query", check=0)
         cache.warm([first, second])
         yield cache, ["Two texts. " + second + first + "In short:"]
 
@@ -144,7 +144,7 @@ def stepwise(real_model_q4_1: Path) -> Iterator[tuple[ChunkCache, list[str]]]:
         for i in range(0, len(tokens), 50):
             llm.eval(tokens[i : i + 50])
         store.save(llm)
-        cache = ChunkCache(llm, store, repair="none")
+        cache = ChunkCache(llm, store, repair="none", check=0)
         yield cache, ["A text about what people eat and how it is made at home. " * 6 + passage + "In short:"]
 
 
@@ -179,7 +179,7 @@ def test_damage_among_rows_evaluated_in_other_steps(
 
 
 def test_a_bound_that_is_not_met_is_a_problem(llm: Llama, store: KVStore, prompt: Tokens) -> None:
-    cache = ChunkCache(llm, store, repair="none")
+    cache = ChunkCache(llm, store, repair="none", check=0)
     (found,) = verify_correctness(cache, [prompt], n_gen=2, max_kld=1e-12)
     assert "nats" in found.problem
 
@@ -249,7 +249,7 @@ def test_few_layers_that_differ_are_damage_unless_it_goes_on(
 
 
 def test_a_method_may_be_given_by_the_name_of_its_repair(llm: Llama, store: KVStore, prompt: Tokens) -> None:
-    cache = ChunkCache(llm, store)
+    cache = ChunkCache(llm, store, check=0)
     (by_name,) = verify_correctness(cache, [prompt], "none", n_gen=2)
     (given,) = verify_correctness(cache, [prompt], Method(repair="none"), n_gen=2)
     assert by_name.reuse.n_cached_approximate == given.reuse.n_cached_approximate > 0

@@ -66,7 +66,7 @@ def test_the_context_is_searched_once_for_a_prompt(
 
     def connector() -> StoreConnector:
         store = KVStore(tmp_path)
-        return StoreConnector(store) if kind == "prefix" else ChunkConnector(store, repair="none")
+        return StoreConnector(store) if kind == "prefix" else ChunkConnector(store, repair="none", check=0)
 
     with Engine(llm, connector=connector()) as engine:
         first = engine.submit(RECALL.prompt, **GREEDY)

@@ -28,7 +28,7 @@ N_CTX, LONG = 65536, 60_000  # an answer of so many tokens takes a minute and mo
 
 
 def opened(**options: Any) -> Direct:
-    connector = ChunkConnector(KVStore(None), **{"repair": "query", **options})
+    connector = ChunkConnector(KVStore(None), **{"repair": "query", "check": 0.0, **options})
     return Direct(kv=KV, n_ctx=N_CTX, connector=connector)
 
 

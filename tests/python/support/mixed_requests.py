@@ -27,7 +27,7 @@ from support.server_support import Server
 
 CHAT = "/v1/chat/completions"
 N_CTX = 1024
-OPTIONS = ("--n-ctx", str(N_CTX), "--parallel", "2", "--idle-prefixes", "4")
+OPTIONS = ("--n-ctx", str(N_CTX), "--parallel", "2", "--idle-prefixes", "4", "--chunks", "check=0")
 GREEDY: dict[str, Any] = {"model": "m", "temperature": 0, "max_tokens": 8}
 TOOLS = [
     {
@@ -101,7 +101,7 @@ class Mix:
         )
         self._other_cuts = lambda: OtherCuts(model, kv, N_CTX)
         self.cuts: OtherCuts | None = None
-        repair = () if kv.startswith("mixed") else ("--chunks", ",repair=seam")
+        repair = () if kv.startswith("mixed") else ("--chunks", "check=0,repair=seam")
         self._options = (*own, "--store", str(folder / "store"), "--reuse", "chunks", *repair)
         self.fresh = Server(*own)
         self.servers = [Server(*self._options), Server(*self._options)]
