@@ -62,7 +62,7 @@ def test_configurations_of_clients_parse() -> None:
             importlib.import_module("tomllib").loads(text)
     yaml = pytest.importorskip("yaml", reason="needs the package PyYAML")
     for text in blocks(CLIENTS, "yaml"):
-        assert isinstance(yaml.safe_load(text), dict)
+        assert isinstance(yaml.safe_load(text), dict | list)
 
 
 def test_variables_of_the_server_exist() -> None:
