@@ -165,6 +165,7 @@ def test_an_option_of_a_file_that_is_no_option(tmp_path: Path) -> None:
         ("repair=all", "repair='all': use one of"),
         ("chunk_size=2", "chunk_size=2: use a whole number from 32"),
         ("chunk_size=many", "chunk_size='many': use a number"),
+        ("check=2", "check=2.0: use a share from 0 to 1"),
         ("ratio=nan", "ratio=nan: use a number from 0 to 1"),
     ],
 )
