@@ -31,7 +31,7 @@ def warm_lines(settings: ServerSettings, keys: Keys) -> list[WarmLine]:
         ValueError: one is wrong; the message says where it stands.
     """
     if settings.warm_text and keys:
-        raise ValueError("warm_text: with keys a prompt has a tenant: use warm, a file whose lines name it")
+        raise ValueError("warm_text: with keys a prompt has a tenant: use warm=FILE, whose lines name it")
     lines = read_warm_file(settings.warm, keys) if settings.warm else []
     return lines + [WarmLine.model_validate({"prompt": text}) for text in settings.warm_text]
 

@@ -114,4 +114,4 @@ def test_texts_are_warmed_by_an_option_and_by_a_request(tmp_path: Path) -> None:
     server = Server("--warm-text", first, "--api-key-file", keys)
     assert server.process.wait(PATIENCE) != 0
     server.stop()
-    assert "warm_text: with keys a prompt has a tenant" in server.log
+    assert "--warm-text: with keys a prompt has a tenant" in server.log
