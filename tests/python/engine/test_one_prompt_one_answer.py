@@ -19,9 +19,9 @@ N_CTX = 2048
 ROUNDING = 2e-5  # of a logarithm of a sum. One element of a row that falls to another level changes 1e-3
 KINDS = ("mixed", "f16:attention=fused", "q8_0:attention=fused")
 
-pytestmark = pytest.mark.skipif(
-    _core.version()["isa"] == "neon", reason="NEON's prefill has sums of its own (docs/kernels.md)"
-)
+ISA = _core.version()["isa"]
+
+pytestmark = pytest.mark.skipif(ISA == "neon", reason="NEON's prefill has sums of its own (docs/kernels.md)")
 
 
 def prompt_of(rng: random.Random, before: list[list[int]], n_words: int) -> list[int]:
@@ -35,6 +35,8 @@ def prompt_of(rng: random.Random, before: list[list[int]], n_words: int) -> list
 
 def differing(kv: str, store: KVStore | None, n_before: int, n: int) -> tuple[int, list[str]]:
     """Return how many of `n` answers were exact after `n_before` others, and those that differ."""
+    if ISA == "amx" and not kv.startswith("mixed"):
+        pytest.skip("on AMX prefill with 16 bits has sums of its own (docs/kernels.md)")
     rng, found, n_exact = random.Random(3), list[str](), 0
     options = {"kv": kv, "n_ctx": N_CTX, "n_threads": 2, "n_threads_batch": 2, "verbose": False}
     llm = Llama(model_path(), n_seq_max=6, kv_unified=True, n_batch=256, **options)

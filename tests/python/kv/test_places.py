@@ -17,9 +17,9 @@ from mixedkv.native.batch import NativeBatch
 N_SEQ = 4
 KINDS = ("mixed", "mixed:threshold=100,group=50,sinks=20", "f16:attention=fused", "q8_0:attention=fused")
 
-pytestmark = pytest.mark.skipif(
-    _core.version()["isa"] == "neon", reason="NEON's prefill has sums of its own (docs/kernels.md)"
-)
+ISA = _core.version()["isa"]
+
+pytestmark = pytest.mark.skipif(ISA == "neon", reason="NEON's prefill has sums of its own (docs/kernels.md)")
 
 
 def decode(llm: Llama, parts: list[tuple[int, list[int]]]) -> np.ndarray:
@@ -85,6 +85,8 @@ def compare(path: Path, kv: str, n_prompts: int, *, beside: bool, seed: int = 0,
     Where sequences together have more F16 rows than there is room for some are read as cold ones, and are not
     vouched for.
     """
+    if ISA == "amx" and not kv.startswith("mixed"):
+        pytest.skip("on AMX prefill with 16 bits reads 128 keys together where they lie side by side")
     rng = random.Random(seed)
     found = []
     n_exact = 0
