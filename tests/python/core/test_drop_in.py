@@ -9,6 +9,7 @@ import tarfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import pytest
@@ -54,7 +55,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         given = folder / f"{name}.tar.gz"
     with tarfile.open(given) as archive:
         wanted = re.compile(rf"{re.escape(name)}/(tests/.*|vendor/llama\.cpp/models/ggml-vocab-.*)")
-        archive.extractall(folder, [x for x in archive if wanted.fullmatch(x.name)], filter="data")
+        careful: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
+        archive.extractall(folder, [x for x in archive if wanted.fullmatch(x.name)], **careful)
     return folder / name
 
 

@@ -13,6 +13,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.chunks.deviation import last_logits
 from mixedkv.engine import Chat
+from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.jobs.answer_state import Done
@@ -42,7 +43,8 @@ class Seeing:
         self.mmproj = write_projector(KINDS[path.stem], self.llm.n_embd(), folder)
         self.projector = Projector(self.llm, self.mmproj, 1)
         connector = StoreConnector(KVStore(store)) if store is not None else None
-        self.engine = Engine(self.llm, parallel=2, connector=connector)
+        tokenizer = Tokenizer(self.llm, chat_format="chatml")
+        self.engine = Engine(self.llm, parallel=2, connector=connector, tokenizer=tokenizer)
 
     def __enter__(self) -> Seeing:
         return self
