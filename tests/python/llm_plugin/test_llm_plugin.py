@@ -128,4 +128,4 @@ def test_a_base_model_continues_or_is_given_a_format(environ: dict[str, str], zo
     given = {**environ, "MIXEDKV_LLM_MODELS": f"base={zoo_path('llama-64')}"}
     assert tool(given, *base, "On Monday").strip()
     assert tool(given, *base, "-o", "chat_format", "chatml", "On Monday").strip()
-    assert "-o chat_format chatml" in tool(given, *base, "--schema", "name", "On Monday", code=1)
+    assert "-o chat_format chatml" in tool(given, *base, "--schema", "name, age int", "On Monday", code=1)
