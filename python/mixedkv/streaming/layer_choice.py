@@ -98,7 +98,7 @@ def no_room(what: str, needed: int, room: int) -> str:
     """Explain why some weights cannot be in memory."""
     left = max(0, room)
     return (
-        f"{what} are {format_bytes(needed)}; there is room for {format_bytes(left)}: raise memory, or lower "
+        f"{what} are {format_bytes(needed, enough=True)}; there is room for {format_bytes(left)}: raise memory, or lower "
         "n_ctx or n_ubatch"
     )
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from mixedkv.cli import main
 from mixedkv.config import parse_kv
 from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.settle import for_budget
+from support.bench_support import run
 
 N_CTX = 512
 
@@ -20,12 +19,10 @@ def divergences(
     model: Path, folder: Path, *specs: str, text: str = "prose", n_ctx: int = N_CTX
 ) -> list[float]:
     """Mean KL divergence of each cache from an F32 cache, over the second half of a document."""
-    result = folder / "quality.json"
     options = ["--mode", "batch", "--n-ctx", str(n_ctx), "--repeats", "1", "--flash-attn", "off"]
     kv = [part for spec in specs for part in ("--kv", spec)]
-    command = ["bench", "quality", "-m", str(model), "--text", text, *options, *kv]
-    assert main([*command, "--json", str(result)]) == 0
-    reference, *rows = json.loads(result.read_text())["rows"]
+    command = ["quality", "-m", str(model), "--text", text, *options, *kv]
+    reference, *rows = run(folder / "quality.json", *command)
     assert reference["control"]
     assert len(rows) == len(specs)
     return [row["kld_mean"] for row in rows]
@@ -57,6 +54,7 @@ def test_a_budget_spends_no_worse_than_one_type(real_model: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("fixture", ["real_model_gemma", "real_model_gemma_planted", "real_model"])
+@pytest.mark.nightly
 def test_a_budget_halves_what_mixed_loses_at_its_bytes(
     fixture: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

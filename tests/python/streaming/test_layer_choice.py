@@ -50,7 +50,7 @@ def test_what_is_no_choice(asked: object) -> None:
 
 
 def test_too_little_memory_is_said() -> None:
-    with pytest.raises(ValueError, match=r"350 bytes.*room for 349: raise memory"):
+    with pytest.raises(ValueError, match=r"350 B; there is room for 349 B: raise memory"):
         choose_layers(SIZES, "auto", 349)
 
 
