@@ -33,66 +33,61 @@ struct column_q8_0 { // as ggml has it
 };
 static_assert(sizeof(column_q8_0) == 34);
 
-// The types of rows: an element is scale * (value - bias) + least.
-struct row_format {
-    int  bits; // of a value, which has no sign
-    int  bias;
-    int  scales; // of a block of 32 elements
-    bool has_least;
-    int  blocks;   // of one struct
-    int  together; // rows in one struct
-    bool
-        faster_alone; // one column is no slower than llama.cpp's product, which makes it otherwise: MIXEDKV_WEIGHTS=all
-};
+// The types of rows. An element is scale * (value - bias) + least; value has so many bits and no sign. faster_alone
+// says that one column is no slower than llama.cpp's product, which decides who makes it unless MIXEDKV_WEIGHTS=all.
+struct row_q4_0 {
+    static constexpr int  bits         = 4;
+    static constexpr int  bias         = 8;
+    static constexpr int  scales       = 1; // of a block of 32 elements
+    static constexpr bool has_least    = false;
+    static constexpr int  blocks       = 1; // of one such struct
+    static constexpr int  together     = 1; // rows in one such struct
+    static constexpr bool faster_alone = false;
 
-// clang-format off
-namespace formats {
-//                              bits bias  scales  least  blocks  together  alone
-constexpr row_format q4_0     = { 4,   8,    1,      false, 1,      1,        false };
-constexpr row_format q4_1     = { 4,   0,    1,      true,  1,      1,        true };
-constexpr row_format q5_0     = { 5,   16,   1,      false, 1,      1,        true };
-constexpr row_format q5_1     = { 5,   0,    1,      true,  1,      1,        true };
-constexpr row_format q8_0     = { 8,   128,  1,      false, 1,      1,        true };
-constexpr row_format q4_k     = { 4,   0,    1,      true,  8,      1,        false };
-constexpr row_format q5_k     = { 5,   0,    1,      true,  8,      1,        false };
-constexpr row_format q6_k     = { 6,   32,   2,      false, 8,      1,        false };
-constexpr row_format q4_0_x8  = { 4,   8,    1,      false, 1,      8,        true };
-constexpr row_format q4_k_x8  = { 4,   0,    1,      true,  8,      8,        true };
-} // namespace formats
-// clang-format on
-
-template <const row_format & Format>
-struct row_constants {
-    static constexpr int  bits         = Format.bits;
-    static constexpr int  bias         = Format.bias;
-    static constexpr int  scales       = Format.scales;
-    static constexpr bool has_least    = Format.has_least;
-    static constexpr int  blocks       = Format.blocks;
-    static constexpr int  together     = Format.together;
-    static constexpr bool faster_alone = Format.faster_alone;
-};
-
-struct row_q4_0 : row_constants<formats::q4_0> {
     uint16_t scale;
     uint8_t  nibbles[16]; // element i and i + 16
 };
 static_assert(sizeof(row_q4_0) == 18);
 
-struct row_q4_1 : row_constants<formats::q4_1> {
+struct row_q4_1 {
+    static constexpr int  bits         = 4;
+    static constexpr int  bias         = 0;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = true;
+    static constexpr int  blocks       = 1;
+    static constexpr int  together     = 1;
+    static constexpr bool faster_alone = true;
+
     uint16_t scale;
     uint16_t least;
     uint8_t  nibbles[16];
 };
 static_assert(sizeof(row_q4_1) == 20);
 
-struct row_q5_0 : row_constants<formats::q5_0> {
+struct row_q5_0 {
+    static constexpr int  bits         = 5;
+    static constexpr int  bias         = 16;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = false;
+    static constexpr int  blocks       = 1;
+    static constexpr int  together     = 1;
+    static constexpr bool faster_alone = true;
+
     uint16_t scale;
     uint8_t  fifth[4]; // bit i of element i
     uint8_t  nibbles[16];
 };
 static_assert(sizeof(row_q5_0) == 22);
 
-struct row_q5_1 : row_constants<formats::q5_1> {
+struct row_q5_1 {
+    static constexpr int  bits         = 5;
+    static constexpr int  bias         = 0;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = true;
+    static constexpr int  blocks       = 1;
+    static constexpr int  together     = 1;
+    static constexpr bool faster_alone = true;
+
     uint16_t scale;
     uint16_t least;
     uint8_t  fifth[4];
@@ -100,13 +95,29 @@ struct row_q5_1 : row_constants<formats::q5_1> {
 };
 static_assert(sizeof(row_q5_1) == 24);
 
-struct row_q8_0 : row_constants<formats::q8_0> {
+struct row_q8_0 {
+    static constexpr int  bits         = 8;
+    static constexpr int  bias         = 128;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = false;
+    static constexpr int  blocks       = 1;
+    static constexpr int  together     = 1;
+    static constexpr bool faster_alone = true;
+
     uint16_t scale;
     int8_t   values[WEIGHTS_BLOCK];
 };
 static_assert(sizeof(row_q8_0) == 34);
 
-struct row_q4_k : row_constants<formats::q4_k> {
+struct row_q4_k {
+    static constexpr int  bits         = 4;
+    static constexpr int  bias         = 0;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = true;
+    static constexpr int  blocks       = 8;
+    static constexpr int  together     = 1;
+    static constexpr bool faster_alone = false;
+
     uint16_t scale;       // of the scales of blocks
     uint16_t least;       // of their least values, which are subtracted
     uint8_t  factors[12]; // 8 of each, in 6 bits
@@ -114,7 +125,15 @@ struct row_q4_k : row_constants<formats::q4_k> {
 };
 static_assert(sizeof(row_q4_k) == 144);
 
-struct row_q5_k : row_constants<formats::q5_k> {
+struct row_q5_k {
+    static constexpr int  bits         = 5;
+    static constexpr int  bias         = 0;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = true;
+    static constexpr int  blocks       = 8;
+    static constexpr int  together     = 1;
+    static constexpr bool faster_alone = false;
+
     uint16_t scale;
     uint16_t least;
     uint8_t  factors[12];
@@ -123,7 +142,15 @@ struct row_q5_k : row_constants<formats::q5_k> {
 };
 static_assert(sizeof(row_q5_k) == 176);
 
-struct row_q6_k : row_constants<formats::q6_k> {
+struct row_q6_k {
+    static constexpr int  bits         = 6;
+    static constexpr int  bias         = 32;
+    static constexpr int  scales       = 2;
+    static constexpr bool has_least    = false;
+    static constexpr int  blocks       = 8;
+    static constexpr int  together     = 1;
+    static constexpr bool faster_alone = false;
+
     uint8_t  nibbles[128];
     uint8_t  upper[64];
     int8_t   factors[16];
@@ -132,14 +159,30 @@ struct row_q6_k : row_constants<formats::q6_k> {
 static_assert(sizeof(row_q6_k) == 210);
 
 // Eight rows of Q4_0, interleaved by 8 bytes of each; values have a sign in 4 bits
-struct rows_q4_0_x8 : row_constants<formats::q4_0_x8> {
+struct rows_q4_0_x8 {
+    static constexpr int  bits         = 4;
+    static constexpr int  bias         = 8;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = false;
+    static constexpr int  blocks       = 1;
+    static constexpr int  together     = 8;
+    static constexpr bool faster_alone = true;
+
     uint16_t scale[8];
     uint8_t  nibbles[8 * 16];
 };
 static_assert(sizeof(rows_q4_0_x8) == 8 * sizeof(row_q4_0));
 
 // Eight rows of Q4_K, interleaved by 8 bytes of each
-struct rows_q4_k_x8 : row_constants<formats::q4_k_x8> {
+struct rows_q4_k_x8 {
+    static constexpr int  bits         = 4;
+    static constexpr int  bias         = 0;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = true;
+    static constexpr int  blocks       = 8;
+    static constexpr int  together     = 8;
+    static constexpr bool faster_alone = true;
+
     uint16_t scale[8];
     uint16_t least[8];
     uint8_t  factors[8][12]; // of each block: those of eight rows, packed as row_q4_k packs eight blocks

@@ -20,18 +20,6 @@ inline int32_t dword_at(const void * p) {
     return x;
 }
 
-// Calls f with n as a type whose `value` is n, 1 <= n <= N: the number of columns is a constant of a body's loops.
-template <int N, class F>
-MIXEDKV_INLINE void with_count(int64_t n, F && f) {
-    if constexpr (N > 0) {
-        if (n == N) {
-            f(std::integral_constant<int, N>());
-        } else {
-            with_count<N - 1>(n, f);
-        }
-    }
-}
-
 // A block of N times V::lanes rows
 template <class V, class Row, int N>
 struct panel_block {
@@ -221,9 +209,23 @@ void run_panels(const weights_product & p, int64_t row_0, int64_t row_1) {
             for (; c + Columns <= p.n_columns; c += Columns) {
                 multiply<V, Row, N, Columns>(p, panel, b_0, n, c, r, rows.n);
             }
-            with_count<Columns - 1>(p.n_columns - c, [&](auto count) {
-                multiply<V, Row, N, decltype(count)::value>(p, panel, b_0, n, c, r, rows.n);
-            });
+            switch (p.n_columns - c) {
+            case 1:
+                multiply<V, Row, N, 1>(p, panel, b_0, n, c, r, rows.n);
+                break;
+            case 2:
+                multiply<V, Row, N, 2>(p, panel, b_0, n, c, r, rows.n);
+                break;
+            case 3:
+                multiply<V, Row, N, 3>(p, panel, b_0, n, c, r, rows.n);
+                break;
+            case 4:
+                multiply < V, Row, N, Columns<5 ? 1 : 4>(p, panel, b_0, n, c, r, rows.n);
+                break;
+            case 5:
+                multiply < V, Row, N, Columns<6 ? 1 : 5>(p, panel, b_0, n, c, r, rows.n);
+                break;
+            }
         }
     }
 }
@@ -328,7 +330,24 @@ void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
     if (p.n_columns > V::few) {
         return run_panels<V, Row>(p, row_0, row_1);
     }
-    with_count<V::few>(p.n_columns, [&](auto count) { run_columns<V, Row, decltype(count)::value>(p, row_0, row_1); });
+    switch (p.n_columns) {
+    case 1:
+        return run_columns<V, Row, 1>(p, row_0, row_1);
+    case 2:
+        return run_columns<V, Row, 2>(p, row_0, row_1);
+    case 3:
+        return run_columns<V, Row, 3>(p, row_0, row_1);
+    case 4:
+        return run_columns<V, Row, 4>(p, row_0, row_1);
+    case 5:
+        return run_columns < V, Row, V::few<5 ? 1 : 5>(p, row_0, row_1);
+    case 6:
+        return run_columns < V, Row, V::few<6 ? 1 : 6>(p, row_0, row_1);
+    case 7:
+        return run_columns < V, Row, V::few<7 ? 1 : 7>(p, row_0, row_1);
+    case 8:
+        return run_columns < V, Row, V::few<8 ? 1 : 8>(p, row_0, row_1);
+    }
 }
 
 template <class V>
