@@ -98,8 +98,8 @@ def no_room(what: str, needed: int, room: int) -> str:
     """Explain why some weights cannot be in memory."""
     left = max(0, room)
     return (
-        f"{what} are {format_bytes(needed, enough=True)}; there is room for {format_bytes(left)}: raise memory, or lower "
-        "n_ctx or n_ubatch"
+        f"{what} are {format_bytes(needed, enough=True)}; there is room for {format_bytes(left)}: "
+        "raise memory, or lower n_ctx or n_ubatch"
     )
 
 
