@@ -210,8 +210,8 @@ static bool restore_hot(const placement & place, llama_seq_id seq_id, llama_kv_c
     std::vector<int32_t>  wanted;
 
     for (uint32_t i = 0; i < group.n_hot; ++i) {
-        const uint32_t cell = llama_kv_rows_cell(kv.get_cells(seq_id), seq_id, group, group.hot[i]);
-        if (cell >= kv.get_size()) {
+        const int64_t cell = llama_kv_rows_cell(kv.get_cells(seq_id), seq_id, group, group.hot[i]);
+        if (cell < 0) {
             continue; // a sliding window has left it: a sink, which no query sees any more
         }
         if (kv.get_hot().get_slots().get_ring(kv.get_stream(seq_id)).slot_of(cell) < 0) {

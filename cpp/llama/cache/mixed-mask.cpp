@@ -132,14 +132,10 @@ static void add_cold(llama_kv_key_order & order, const step_readers & readers, c
 }
 
 void llama_kv_cache_mixed_context::order_keys(const ggml_tensor * mask, const llama_ubatch & ubatch) const {
-    auto & orders = kv_mixed->get_orders();
+    const auto & sinfo  = sinfos[i_cur];
+    auto &       orders = kv_mixed->get_orders();
 
-    orders.clear();
-    if (!kv_mixed->has_cpu_nodes()) {
-        return;
-    }
-
-    const auto & sinfo = sinfos[i_cur];
+    orders.resize(kv_mixed->has_cpu_nodes() ? sinfo.n_stream() : 0);
 
     const bool    has_hot  = kv_mixed->get_hot().has_rows();
     const bool    is_plain = !kv_mixed->get_all_pages().empty(); // pages are left out of rows as they lie
@@ -147,9 +143,7 @@ void llama_kv_cache_mixed_context::order_keys(const ggml_tensor * mask, const ll
     const int64_t n_ring   = kv_mixed->get_hot().get_n_rows();
     const int64_t n_tps    = sinfo.size();
 
-    orders.resize(sinfo.n_stream());
-
-    for (uint32_t s = 0; s < sinfo.n_stream(); ++s) {
+    for (uint32_t s = 0; s < orders.size(); ++s) {
         const auto & cells = kv_mixed->get_stream_cells(sinfo.strm[s]);
         auto &       order = orders[s];
 
