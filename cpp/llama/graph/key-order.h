@@ -55,8 +55,6 @@ public:
 
     mixedkv::attention_order get() const;
 
-    const std::vector<mixedkv::attention_block> & get_blocks() const { return blocks; }
-
 private:
     struct entry {
         int32_t piece;
