@@ -220,7 +220,7 @@ def test_words_of_the_context() -> None:
         (["run", "--lora", "none.gguf", "x"], "none.gguf cannot be loaded: it is no LoRA adapter"),
         (["run", "--chat-format", "nope", "x"], "--chat-format='nope' is not one of llama-cpp-python's"),
         (["run", "--seed", "x", "hi"], "argument --seed: 'x' is not a whole number"),
-        (["run", "--memory", "6", "x"], "are 2.5 MiB; there is room for 0 B: raise memory, or lower --n-ctx"),
+        (["run", "--memory", "6", "x"], "there is room for 0 B: raise memory, or lower --n-ctx"),
         (["run", "--memory", "6X", "x"], "'6X' is not a size: use e.g. 2GiB or 500MiB"),
         (["run", "--stream-layers", "some", "x"], "use auto, all, ffn, a number, or keep_first=8"),
         (["run", "--kv", "mixed:treshold=64", "x"], "unknown key 'treshold' (did you mean threshold?)"),
