@@ -96,6 +96,12 @@ def zoo_path(zoo_dir: Path) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
+def zoo_q4_1_path(zoo_dir: Path) -> Callable[[str], Path]:
+    """Path of a zoo model's file with weights in Q4_1."""
+    return lambda name: zoo.write_q4_1(name, zoo_dir)
+
+
+@pytest.fixture(scope="session")
 def load(zoo_dir: Path) -> Iterator[Callable[..., Model]]:
     """load(name) or load(name, only=layer): a zoo model, or its muted form; loaded once."""
     models: dict[tuple[str, int], Model] = {}

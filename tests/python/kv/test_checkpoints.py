@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from mixedkv import KVBlock, Llama
 from mixedkv.engine.batch.batch import Batch
 from mixedkv.kv.checkpoint import Checkpoint
 from support.harness import prompt, rel_rms
+from support.random_rows import Subject
 
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
 
@@ -221,3 +223,19 @@ def test_where_sliding_layers_keep_all_their_rows(zoo_path: Callable[[str], Path
     assert close(contexts[0].go_on(SAVED, 0), cold(contexts[1], SAVED))
     for context in contexts:
         context.llm.close()
+
+
+def test_sinks_that_a_window_has_left_are_not_looked_for(zoo_q4_1_path: Callable[[str], Path]) -> None:
+    """Others took their cells after the checkpoint, where rows of the window are still there."""
+    path, kv = zoo_q4_1_path("gemma2"), "mixed:threshold=16,group=8,sinks=4"
+    with closing(Subject(path, kv, swa_full=False, n_seq=8, unified=True, seed=2)) as subject:
+        words = subject.rng.choices(range(3, subject.n_words), k=88 + 4 * 36)
+        subject.evaluate(subject.llm, 0, [], words[:88])
+        point = subject.llm.kv.checkpoint(0)
+        assert point is not None
+        assert point.groups[0].positions[:4].tolist() == [0, 1, 2, 3]
+        for seq in range(2, 6):
+            at = 88 + 36 * (seq - 2)
+            subject.evaluate(subject.llm, seq, [], words[at : at + 36])
+        subject.llm.kv.resume(point, point.n, 0, 1)
+        assert subject.llm.kv.exact(1, words[:88]) == 88

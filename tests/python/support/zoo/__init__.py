@@ -7,11 +7,13 @@ shapes and metadata keys are those llama.cpp's loaders ask for (src/llama-arch.c
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import llama_cpp
 import numpy as np
 
 from support.zoo import dense, encoder, hybrid, latent, recurrent, sliding
@@ -153,6 +155,24 @@ def write(name: str, folder: Path) -> Path:
     if not path.exists():
         part = path.with_suffix(".part")
         make(name).write(part)
+        part.rename(path)
+    return path
+
+
+def write_q4_1(name: str, folder: Path) -> Path:
+    """Writes the named model with weights in Q4_1 to `folder` unless it is there; returns the path.
+
+    Products with such weights have the same bits for any number of columns, those with floats do not.
+    """
+    path = folder / f"{name}-q4_1.gguf"
+    if not path.exists():
+        part = path.with_suffix(".part")
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype, params.pure = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_1, True
+        code = llama_cpp.llama_model_quantize(
+            str(write(name, folder)).encode(), str(part).encode(), ctypes.byref(params)
+        )
+        assert code == 0
         part.rename(path)
     return path
 
