@@ -18,8 +18,8 @@ from mixedkv.store import KVStore
 from support.fresh_context import FreshContext
 
 N_CTX, N_TOKENS = 192, 6  # tokens of all sequences together, and of an answer
-# Weights in Q4_1 have products that do not depend on the batch. So where this cache attends an answer is that of
-# a fresh context, but for the digits of log-probabilities; llama.cpp's attention rounds otherwise in other
+# Weights in Q4_1 have products that do not depend on the batch. So where this cache attends an answer is that
+# of a fresh context, but for the digits of log-probabilities; llama.cpp's attention rounds otherwise in other
 # batches and cells. Rows that are missing change answers by up to 19.
 NEAR, NEAR_BY_LLAMA_CPP = 1e-5, 0.5
 MODELS = ("gemma2", "gemma4", "gpt-oss")
