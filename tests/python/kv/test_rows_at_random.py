@@ -80,18 +80,18 @@ def test_rows_that_are_vouched_for_are_those_of_a_fresh_context(
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("kv", KINDS)
-def test_forty_thousand_operations(kv: str, zoo_q4_1_path: Callable[[str], Path]) -> None:
-    """40,960 operations for each kind of cache, of which some 5,000 are answers that are vouched for. The
-    engine gives more in `engine/test_prefixes_at_random_cuts.py`. Five minutes of an idle core.
+def test_twenty_thousand_operations(kv: str, zoo_q4_1_path: Callable[[str], Path]) -> None:
+    """20,480 operations for each kind of cache, of which some 3,000 are answers that are vouched for. The
+    engine gives 5,000 in `engine/test_prefixes_at_random_cuts.py`. Two minutes of an idle core.
     """
     n_answers = 0
     for seed, (n_seq, unified) in enumerate(LAYOUTS):
         for name in MODELS:
             for swa_full in (True, False):
                 path = zoo_q4_1_path(name)
-                tally = play(path, kv, swa_full=swa_full, n_seq=n_seq, unified=unified, seed=seed, n=1280)
+                tally = play(path, kv, swa_full=swa_full, n_seq=n_seq, unified=unified, seed=seed, n=640)
                 n_answers += tally.n_answers
-    assert n_answers > 4500
+    assert n_answers > 2000
 
 
 @pytest.mark.nightly
