@@ -1,4 +1,4 @@
-"""Chooses the next token with llama.cpp's samplers, one chain per answer, and scores prompts."""
+"""Chooses the next token, by `Draw` or llama.cpp's samplers, one chain per answer, and scores prompts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.engine.constrain.constraint import Matcher
+from mixedkv.engine.sample.draw import Draw
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.tokens import Tokens
 
@@ -35,7 +36,7 @@ class TokenLogprob:
 
 
 class Sampler:
-    """The sampler chain of one answer. It can be made on any thread and is used by one at a time.
+    """What chooses one answer's tokens. It can be made on any thread and is used by one at a time.
 
     Args:
         matcher: matcher of `sampling.constraint`, used by this answer alone.
@@ -46,9 +47,12 @@ class Sampler:
         self.greedy = sampling.greedy  # the same logits always give the same token
         self._sees_prompt = sampling.repeat_penalty != 1.0 or sampling.dry_multiplier > 0
         self._matcher = matcher
-        self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
-        for part in self._parts(vocab, sampling, n_ctx):
-            llama_cpp.llama_sampler_chain_add(self._chain, part)
+        self._draw = Draw(sampling) if Draw.serves(sampling) else None
+        self._chain = None
+        if self._draw is None:
+            self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+            for part in self._parts(vocab, sampling, n_ctx):
+                llama_cpp.llama_sampler_chain_add(self._chain, part)
 
     def _parts(self, vocab: Any, sampling: Sampling, n_ctx: int) -> Iterable[Any]:
         """Yield the samplers in llama.cpp's order."""
@@ -104,7 +108,7 @@ class Sampler:
         """Show the end of the prompt to the samplers that penalise repetitions; call once."""
         if self._sees_prompt:
             for token in list(tokens)[-_REPEAT_LAST_N:]:
-                llama_cpp.llama_sampler_accept(self._chain, token)
+                self.accept(token)
 
     def sample(
         self,
@@ -116,7 +120,7 @@ class Sampler:
         never: npt.NDArray[np.int32] | None = None,
     ) -> int:
         """Choose from the logits of the batch's token `index` and remember the choice; see `choose`."""
-        if (free or self._matcher is None) and never is None:
+        if self._chain is not None and (free or self._matcher is None) and never is None:
             return int(llama_cpp.llama_sampler_sample(self._chain, context, index))
         return self.choose(logits_row(context, index, self._n_vocab), free=free, also=also, never=never)
 
@@ -142,10 +146,10 @@ class Sampler:
         if never is not None:
             logits = logits.copy()
             logits[never] = -np.inf
-        token = self._choose(_Candidates(logits))
+        token = self._choose(logits)
         if matcher is not None and token != also:
             token = self._allowed(matcher, logits, token, also)
-        llama_cpp.llama_sampler_accept(self._chain, token)
+        self.accept(token)
         return token
 
     def hold_to(self, matcher: Matcher) -> None:
@@ -153,12 +157,12 @@ class Sampler:
         self._matcher = matcher
 
     def accept(self, token: int) -> None:
-        """Add a token that was not sampled to the samplers' history."""
-        llama_cpp.llama_sampler_accept(self._chain, token)
+        """Add a token to the samplers' history."""
+        if self._chain is not None:
+            llama_cpp.llama_sampler_accept(self._chain, token)
 
     def _allowed(self, matcher: Matcher, logits: npt.NDArray[np.float32], token: int, also: int) -> int:
-        """Return the chain's choice if the constraint allows it, otherwise its choice among the allowed
-        tokens.
+        """Return the choice if the constraint allows it, otherwise a choice among the allowed tokens.
 
         Checking one token takes at most 20 microseconds, checking a whole vocabulary up to 15 ms.
         """
@@ -166,17 +170,19 @@ class Sampler:
             tokens = matcher.allowed()
             if also >= 0:
                 tokens = np.append(tokens, np.int32(also))
-            if np.isneginf(logits[tokens]).all():  # only an end token is allowed
-                token = int(tokens[0])
-            else:
-                token = self._choose(_Candidates(logits, tokens))
+            only_end = np.isneginf(logits[tokens]).all()
+            token = int(tokens[0]) if only_end else self._choose(logits, tokens)
         if token != also:
             matcher.accept(token)
         return token
 
-    def _choose(self, candidates: _Candidates) -> int:
-        llama_cpp.llama_sampler_apply(self._chain, candidates.pointer)
-        return candidates.selected
+    def _choose(self, logits: npt.NDArray[np.float32], tokens: npt.NDArray[np.int32] | None = None) -> int:
+        """Choose from all tokens or some."""
+        if self._draw is None:
+            candidates = _Candidates(logits, tokens)
+            llama_cpp.llama_sampler_apply(self._chain, candidates.pointer)
+            return candidates.selected
+        return self._draw.choose(logits) if tokens is None else int(tokens[self._draw.choose(logits[tokens])])
 
 
 class _Candidates:

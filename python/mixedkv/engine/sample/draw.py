@@ -1,0 +1,115 @@
+"""Draws from logits by temperature, top_k, top_p and min_p, as llama.cpp's samplers of these names do.
+
+Of 262,144 tokens llama.cpp sorts all where a nucleus has more than 256, and takes exponentials one by one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv.engine.sample.sampling import Sampling
+
+Floats = npt.NDArray[np.float32]
+Places = npt.NDArray[np.intp]
+
+_BLOCK = 256  # logits of which the largest is looked for at once
+
+
+class Draw:
+    """The choice of one answer's tokens, with llama.cpp's random numbers for the same seed.
+
+    Where llama.cpp sums up thousands of probabilities in 32 bits, the last tokens of a nucleus can be others.
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._random = np.random.RandomState(sampling.seed & 0xFFFFFFFF)  # std::mt19937's numbers
+
+    @staticmethod
+    def serves(sampling: Sampling) -> bool:
+        """Return whether these settings need nothing else."""
+        return sampling == Sampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            constraint=sampling.constraint,
+        )
+
+    def choose(self, logits: Floats) -> int:
+        """Return the place of the chosen one of some logits, [n]."""
+        best = int(logits.argmax())
+        if self._sampling.greedy or not np.isfinite(logits[best]):
+            return best
+        left, x = self._cut(logits)
+        i = _pick(_weights(x, self._sampling.temperature), self._uniform())
+        return i if left is None else int(left[i])
+
+    def _uniform(self) -> float:
+        """std::uniform_real_distribution<double>'s: a number from 0 to 1, of two of the generator's."""
+        low, high = np.frombuffer(self._random.bytes(8), "<u4").tolist()
+        return min(float(low + (high << 32)) / 2.0**64, 1.0 - 2.0**-53)
+
+    def _cut(self, logits: Floats) -> tuple[Places | None, Floats]:
+        """Return the places of what is left to draw from, None for all, and its logits."""
+        s, left, x = self._sampling, None, logits
+        if s.top_k > 0:
+            left = _largest(logits, s.top_k)
+            x = logits[left]
+        if s.top_p < 1:
+            kept = _nucleus(x, s.top_p)
+            left, x = kept if left is None else left[kept], x[kept]
+        if s.min_p > 0:
+            kept = np.flatnonzero(x >= x.max() + np.float32(np.log(s.min_p)))
+            left, x = kept if left is None else left[kept], x[kept]
+        return left, x
+
+
+def _weights(x: Floats, temperature: float = 1.0) -> Floats:
+    """Return the probability of each by that of the likeliest."""
+    weights: Floats = x - x.max()  # in place from here on: large arrays cost page faults
+    if temperature != 1.0:
+        weights /= np.float32(temperature)
+    np.exp(weights, out=weights)
+    return weights
+
+
+def _pick(weights: Floats, u: float) -> int:
+    """Return the first place up to which the weights have a share of `u`."""
+    first = 0
+    if len(weights) > 2 * _BLOCK:  # the block first
+        sums = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64).cumsum()
+        wanted = u * sums[-1]
+        block = min(int(np.searchsorted(sums, wanted)), len(sums) - 1)
+        first = block * _BLOCK
+        wanted -= sums[block - 1] if block else 0.0
+        weights = weights[first : first + _BLOCK]
+        sums = weights.cumsum(dtype=np.float64)
+    else:
+        sums = weights.cumsum(dtype=np.float64)
+        wanted = u * sums[-1]
+    return first + min(int(np.searchsorted(sums, wanted)), len(sums) - 1)
+
+
+def _largest(x: Floats, k: int) -> Places:
+    """Return the places of the `k` largest, the largest first."""
+    n = len(x) // _BLOCK
+    if n > k:  # as many blocks have a largest one that is at least this
+        least = np.partition(x[: n * _BLOCK].reshape(n, _BLOCK).max(1), n - k)[n - k]
+        places = np.flatnonzero(x >= least)
+    else:
+        places = np.arange(len(x))
+    return places[np.argsort(-x[places], kind="stable")[:k]]
+
+
+def _nucleus(x: Floats, p: float) -> Places:
+    """Return the places of the likeliest that together have a share of `p`, the likeliest first."""
+    weights = _weights(x)
+    total = weights.sum(dtype=np.float64)
+    # all that have less than this together have less than 1 - p, and are left out
+    places = np.flatnonzero(weights >= total * (1.0 - p) / len(x))
+    places = places[np.argsort(-x[places], kind="stable")]
+    n = int(np.searchsorted(weights[places].cumsum(dtype=np.float64), p * total)) + 1
+    return places[:n]
