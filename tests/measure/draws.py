@@ -1,4 +1,4 @@
-"""CPU time of drawing one token, by llama.cpp's samplers and by `Draw`: python tests/measure/draws.py -m MODEL"""
+"""CPU time of drawing one token, by llama.cpp and by `Draw`: python tests/measure/draws.py -m MODEL"""
 
 from __future__ import annotations
 
