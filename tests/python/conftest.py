@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
-import hypothesis
 import pytest
 
 import mixedkv  # noqa: F401  (before llama_cpp)
@@ -24,15 +25,19 @@ from support.oracle import Oracle, oracle_of
 from support.planted import plant
 from support.tiers import TIERS, may_have
 
-# no example is too slow: a machine may be
-hypothesis.settings.register_profile(
-    "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("patient")
-
 # a shell has its background jobs ignore Ctrl-C, and what they start inherits it
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@cache
+def be_patient() -> None:
+    """No example is too slow: a machine may be."""
+    import hypothesis
+
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=slow)
+    hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,6 +79,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if wanted and collection_path.match("test_*.py") and not may_have(collection_path.read_text(), wanted):
         return True
     return None
+
+
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    """Hypothesis takes half a second to import: only files that use it have it."""
+    if re.search("^(from|import) hypothesis", module_path.read_text(), re.MULTILINE):
+        be_patient()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
