@@ -18,7 +18,7 @@ from ray import serve as ray_serve
 from serve import Rates, Talk, free_port, replay_all, show
 
 from mixedkv.model.named_model import find_model
-from mixedkv.ray import build
+from mixedkv.ray.application import build
 from mixedkv_bench.harness.contexts import LoadedModel
 
 _TOKENS = 3000  # of a conversation, at most

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 
-import hypothesis
 import pytest
 
 import mixedkv  # noqa: F401  (before llama_cpp)
@@ -22,16 +23,21 @@ from support.harness import N_GPU_LAYERS, Ctx, Mixed, Model, Uniform
 from support.hidden import hidden
 from support.oracle import Oracle, oracle_of
 from support.planted import plant
-
-# no example is too slow: a machine may be
-hypothesis.settings.register_profile(
-    "patient", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("patient")
+from support.tiers import TIERS, may_have
 
 # a shell has its background jobs ignore Ctrl-C, and what they start inherits it
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@cache
+def be_patient() -> None:
+    """No example is too slow: a machine may be."""
+    import hypothesis
+
+    slow = [hypothesis.HealthCheck.too_slow]
+    hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=slow)
+    hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,8 +46,6 @@ def windows(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-# when a test runs: docs/decisions/070-three-tiers.md
-TIERS = {"core": "core", "full": "full", "nightly": "nightly", "slow": "nightly", "bench": "bench"}
 CORE_MODELS = ("llama-64", "gemma2", "lfm2")  # plain, sliding, hybrid; tests of core with others are of full
 # but these, which differ by the size of a head, norms or ALiBi, as the tests of the kernels do: nightly
 NIGHTLY_MODELS = ("llama-96", "llama-128", "qwen3", "refact")
@@ -67,6 +71,20 @@ def tier(item: pytest.Item) -> str:
     if found in ("core", "full") and name in tuple(zoo.SHAPES) and name not in CORE_MODELS:
         return "nightly" if merged or name in NIGHTLY_MODELS else "full"
     return "nightly" if merged and not marked else found
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Other files are not imported: the server's clients take seconds, in each process."""
+    wanted = config.getoption("tier")
+    if wanted and collection_path.match("test_*.py") and not may_have(collection_path.read_text(), wanted):
+        return True
+    return None
+
+
+def pytest_pycollect_makemodule(module_path: Path) -> None:
+    """Hypothesis takes half a second to import: only files that use it have it."""
+    if re.search("^(from|import) hypothesis", module_path.read_text(), re.MULTILINE):
+        be_patient()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

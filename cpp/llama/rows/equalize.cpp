@@ -2,6 +2,7 @@
 
 #include "llama-model.h"
 #include "model/stream.h"
+#include "rows/compute.h"
 
 #include <algorithm>
 #include <cmath>
@@ -68,7 +69,7 @@ static std::vector<float> project(ggml_tensor * w, const std::vector<float> & x,
     }
 
     ggml_backend_tensor_set(in, x.data(), 0, ggml_nbytes(in));
-    if (ggml_backend_graph_compute(backend.get(), gf) != GGML_STATUS_SUCCESS) {
+    if (llama_kv_compute(backend.get(), gf, ggml_nelements(w)*n) != GGML_STATUS_SUCCESS) {
         fail();
     }
 

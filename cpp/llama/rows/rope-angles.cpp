@@ -2,6 +2,7 @@
 
 #include "llama-cparams.h"
 #include "llama-model.h"
+#include "rows/compute.h"
 
 #include <algorithm>
 #include <stdexcept>
@@ -81,7 +82,7 @@ std::vector<float> llama_kv_rope::compute(llama_pos first) const {
         ggml_backend_tensor_set(factors, bytes.data(), 0, bytes.size());
     }
 
-    if (ggml_backend_graph_compute(backend.get(), gf) != GGML_STATUS_SUCCESS) {
+    if (llama_kv_compute(backend.get(), gf, ggml_nelements(in)) != GGML_STATUS_SUCCESS) {
         throw std::runtime_error("failed to compute RoPE of the biases of K");
     }
     ggml_backend_tensor_get(out, x.data(), 0, ggml_nbytes(out));

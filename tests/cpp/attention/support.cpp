@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <bitset>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -133,14 +134,17 @@ static void quantise(row_type type, const float * x, int d, uint8_t * out) {
         const float scale = most / float(type == row_type::lm4 ? 109 : (1 << (l.bits - 1)) - 1);
         store_half(out, scale);
         for (int i = 0; i < l.elements; i++) {
-            int   best  = 0;
-            float error = INFINITY;
-            for (int n = 0; n < 1 << l.bits; n++) {
-                const float e = std::fabs(scale * float(value_of(type, n)) - x[i]);
-                best          = e < error ? n : best;
-                error         = std::min(e, error);
+            if (type == row_type::lm4) {
+                int best = 0;
+                for (int n = 1; n < 16; n++) {
+                    const auto error = [&](int m) { return std::fabs(scale * float(value_of(type, m)) - x[i]); };
+                    best             = error(n) < error(best) ? n : best;
+                }
+                set_integer(type, out, i, best);
+            } else {
+                const int value = most > 0.0f ? int(std::lrint(x[i] / scale)) : 0;
+                set_integer(type, out, i, l.bits == 8 ? value & 255 : value + (1 << (l.bits - 1)));
             }
-            set_integer(type, out, i, best);
         }
     }
 }
@@ -361,16 +365,20 @@ static double slope(const options & o, int head) {
 }
 
 std::vector<double> rotated(const std::vector<double> & x, int edge) {
+    static const std::vector<bool> odd = [] {
+        std::vector<bool> res;
+        for (int i = 0; i < 1024; i++) {
+            res.push_back(std::bitset<10>(i).count() % 2);
+        }
+        return res;
+    }();
     std::vector<double> y(x.size(), 0.0);
     for (size_t i = 0; i < x.size(); i++) {
         const size_t first = i / edge * edge;
         for (int j = 0; j < edge; j++) {
-            bool negative = false;
-            for (size_t common = (i - first) & j; common != 0; common &= common - 1) {
-                negative = !negative;
-            }
-            y[i] += (negative ? -x[first + j] : x[first + j]) / std::sqrt(double(edge));
+            y[i] += odd[(i - first) & j] ? -x[first + j] : x[first + j];
         }
+        y[i] /= std::sqrt(double(edge));
     }
     return y;
 }
@@ -401,6 +409,11 @@ std::vector<double> problem::reference() const {
             }
             double max = sinks.empty() ? -INFINITY : sinks[h];
             for (int64_t j = 0; j < n; j++) {
+                const double bias = mask.empty() ? 0.0 : slope(o, h) * from_half(mask[i * n + j]);
+                score[j]          = bias;
+                if (bias == -INFINITY) {
+                    continue;
+                }
                 double dot = j < o.n_keys[0] ? score_of_pairs(x, g, j) : 0.0;
                 for (int e = 0; e < o.d_k; e++) {
                     dot += query[e] * ks[j][e];
@@ -409,8 +422,8 @@ std::vector<double> problem::reference() const {
                 if (o.softcap != 0.0f) {
                     dot = o.softcap * std::tanh(dot / o.softcap);
                 }
-                score[j] = dot + (mask.empty() ? 0.0 : slope(o, h) * from_half(mask[i * n + j]));
-                max      = std::max(max, score[j]);
+                score[j] += dot;
+                max = std::max(max, score[j]);
             }
             if (max == -INFINITY) {
                 continue;
@@ -418,6 +431,9 @@ std::vector<double> problem::reference() const {
             double   sum = sinks.empty() ? 0.0 : std::exp(sinks[h] - max);
             double * y   = result.data() + (size_t(i) * o.n_head + h) * o.d_v;
             for (int64_t j = 0; j < n; j++) {
+                if (score[j] == -INFINITY) {
+                    continue;
+                }
                 const double p = std::exp(score[j] - max);
                 sum += p;
                 for (int e = 0; e < o.d_v; e++) {

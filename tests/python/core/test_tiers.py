@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support import REPOSITORY, TESTS
+from support.tiers import may_have
 
 SOME = """
 import pytest
@@ -123,6 +124,21 @@ def collected(folder: Path) -> dict[str, set[str]]:
 )
 def test_a_test_is_of_one_tier(collected: dict[str, set[str]], tier: str, tests: set[str]) -> None:
     assert collected[tier] == tests
+
+
+@pytest.mark.parametrize(
+    ("text", "tiers"),
+    [
+        ("", "full nightly"),
+        ("pytestmark = pytest.mark.core", "core full nightly"),  # a model's test is of another tier
+        ("pytestmark = [pytest.mark.slow, needs_redis]", "nightly"),
+        ("pytestmark = pytest.mark.bench", "nightly bench"),
+        ("pytestmark = pytest.mark.nightly\n@pytest.mark.core\ndef test(): pass", "core full nightly"),
+        ("@pytest.mark.bench\ndef test(): pass", "full nightly bench"),
+    ],
+)
+def test_a_file_is_read_for_the_tiers_it_may_have(text: str, tiers: str) -> None:
+    assert [tier for tier in ("core", "full", "nightly", "bench") if may_have(text, tier)] == tiers.split()
 
 
 def test_without_the_option_all_are_there(collected: dict[str, set[str]]) -> None:

@@ -22,7 +22,7 @@ from support.server_support import Direct, end_of
 pytestmark = pytest.mark.core
 
 
-@pytest.fixture(scope="module", params=["mixed", "f16"])
+@pytest.fixture(scope="module", params=["mixed", pytest.param("f16", marks=pytest.mark.nightly)])
 def direct(request: pytest.FixtureRequest) -> Iterator[Direct]:
     with Direct(kv=request.param) as direct:
         yield direct

@@ -312,7 +312,7 @@ def test_kv_is_kept_on_disk_and_tenants_are_apart(options: list[str], tmp_path: 
 
 
 @pytest.mark.core
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGKILL])
 def test_no_process_outlives_the_router(options: list[str], number: int) -> None:
     with TemporaryDirectory() as folder, running(*options, environ={"TMPDIR": folder}) as server:
         for name in ("one", "two"):

@@ -39,7 +39,7 @@ def turn(server: Server, messages: list[dict[str, str]], number: int) -> dict[st
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("kv", ["mixed", "q8_0"])
+@pytest.mark.parametrize("kv", ["mixed", pytest.param("q8_0", marks=pytest.mark.nightly)])
 def test_a_conversation_goes_on_after_a_restart(tmp_path: Path, kv: str, number: int) -> None:
     options = ("--kv", kv, "--store", str(tmp_path / "store"))
     messages: list[dict[str, str]] = []
@@ -88,7 +88,7 @@ def compare(folder: Path, kv: str, n: int) -> dict[str, int]:
     return {name: sum(map(operator.eq, alone, others)) for name, others in texts.items()}
 
 
-@pytest.mark.parametrize("kv", ["mixed", "f16"])
+@pytest.mark.parametrize("kv", ["mixed", pytest.param("f16", marks=pytest.mark.nightly)])
 def test_answers_are_the_same_alone_and_not_warm_and_from_disk(tmp_path: Path, kv: str) -> None:
     same = compare(tmp_path, kv, 20)
     assert min(same.values()) >= 19, same  # a near tie may fall otherwise when sums are rounded otherwise

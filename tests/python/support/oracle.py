@@ -8,6 +8,7 @@ of weights.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ QUANTISED = (*QUANTS, "lm4", "tc3")
 LEVELS = np.array([-127, -97, -77, -60, -46, -33, -21, -10, 1, 13, 24, 37, 50, 66, 84, 109], dtype=np.float32)
 
 
+@functools.cache
 def hadamard(n: int) -> np.ndarray:
     """Orthonormal Walsh-Hadamard matrix in Sylvester's order; its own inverse."""
     h = np.ones((1, 1))

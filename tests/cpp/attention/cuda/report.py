@@ -1,4 +1,6 @@
-"""What nvcc makes of the kernels for each architecture: registers and bytes spilled, which are bounded.
+"""What nvcc makes of the kernels: registers and bytes spilled, which are bounded.
+
+    report.py [ARCHITECTURE ...]    else for each
 
 Exits with 77, which ctest takes for skipped, where there is no nvcc.
 """
@@ -34,7 +36,7 @@ def main() -> None:
     failures = 0
     print("| architecture | kernel | registers | spilled, bytes |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        for architecture in ARCHITECTURES:
+        for architecture in [int(name) for name in sys.argv[1:]] or ARCHITECTURES:
             text = compile_for(nvcc, architecture, Path(folder) / "report.cubin")
             kernels = re.findall(
                 r"entry function '(\S+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers", text, re.DOTALL
