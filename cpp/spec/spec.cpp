@@ -524,7 +524,8 @@ cache_spec parse_uniform(const text & typed, const std::vector<std::pair<text, t
         const bool joined = name.rfind("mixed", 0) == 0 && name.find('=') != text::npos; // without its colon
         throw spec_error(
             quoted(typed) + " names no cache" +
-            (joined ? " (did you mean mixed:" + name.substr(std::min(name.size(), name.find_first_of("abcdefghijklmnopqrstuvwxyz", 5))) + "?)"
+            (joined ? " (did you mean mixed:" +
+                          name.substr(std::min(name.size(), name.find_first_of("abcdefghijklmnopqrstuvwxyz", 5))) + "?)"
                     : did_you_mean(name, known)) +
             ": use one of " + join(known) + (gone.empty() ? replacement(types.back()) : gone));
     }
