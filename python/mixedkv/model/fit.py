@@ -50,7 +50,7 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beside:
-    """What a process loads beside a context, into the same memory.
+    """The rest that a process loads into the memory that a context is to fit.
 
     Args:
         n_contexts: contexts of this model and size, this one included: each adapter has one.
