@@ -38,6 +38,17 @@ std::vector<text> split(const text & s, char at) {
     return res;
 }
 
+// as words are compared: in lower case, without spaces. Messages show what was typed
+text plain(const text & s) {
+    text res;
+    for (const char c : s) {
+        if (c != ' ') {
+            res += c >= 'A' && c <= 'Z' ? char(c - 'A' + 'a') : c;
+        }
+    }
+    return res;
+}
+
 text quoted(const text & s) {
     return "'" + s + "'";
 }
@@ -89,16 +100,13 @@ bool is_whole(const text & s, size_t most_digits) {
     return !s.empty() && s.size() <= most_digits && s.find_first_not_of("0123456789") == text::npos;
 }
 
-// --- what a value may be: each returns its normal form ---
+// --- what a value may be: each takes it as it was typed, and returns its normal form ---
 
-text whole(const text & name, const text & value, int64_t least) {
-    if (!is_whole(value, 10)) {
-        throw spec_error(name + "=" + value + " is not a whole number from " + std::to_string(least) + " to " +
-                         std::to_string(INT32_MAX));
-    }
-    const int64_t n = std::stoll(value);
+text whole(const text & name, const text & typed, int64_t least) {
+    const text    value = plain(typed);
+    const int64_t n     = is_whole(value, 10) ? std::stoll(value) : -1;
     if (n < least || n > INT32_MAX) {
-        throw spec_error(name + "=" + value + ": use a number from " + std::to_string(least) + " to " +
+        throw spec_error(name + "=" + typed + " is not a whole number from " + std::to_string(least) + " to " +
                          std::to_string(INT32_MAX));
     }
     return std::to_string(n);
@@ -113,9 +121,10 @@ text replacement(const text & type) {
     return found == replaced.end() ? "" : "; " + quoted(type) + " was taken out, use " + quoted(found->second);
 }
 
-text one_of(const text & name, const text & value, const std::vector<text> & known) {
+text one_of(const text & name, const text & typed, const std::vector<text> & known) {
+    const text value = plain(typed);
     if (!contains(known, value)) {
-        throw spec_error(name + "=" + quoted(value) + " is not one of " + join(known) + replacement(value));
+        throw spec_error(name + "=" + quoted(typed) + " is not one of " + join(known) + replacement(value));
     }
     return value;
 }
@@ -134,24 +143,25 @@ struct range_text {
     }
 };
 
-layer_range parse_range(const text & item) {
-    const size_t colon = item.find(':');
-    const auto   ends  = split(item.substr(0, colon), '-');
-    const auto   types = split(colon == text::npos ? "" : item.substr(colon + 1), '/');
+layer_range parse_range(const text & typed) {
+    const size_t colon = typed.find(':');
+    const auto   ends  = split(plain(typed.substr(0, colon)), '-');
+    const auto   types = split(colon == text::npos ? "" : typed.substr(colon + 1), '/');
     const bool   open  = ends.size() == 2 && ends[1].empty();
     if (ends.size() > 2 || !is_whole(ends[0], 6) || !(open || is_whole(ends.back(), 6)) || types.size() > 2 ||
         types[0].empty() || types.back().empty()) {
-        throw spec_error("layers: " + quoted(item) +
+        throw spec_error("layers: " + quoted(typed) +
                          " is not a range with types: use e.g. 0-3:q8_0/q4_0, 5:q8_0 or 6-:q4_0");
     }
-    const layer_range res = { std::stoi(ends[0]), open ? -1 : std::stoi(ends.back()), types[0], types.back() };
+    const layer_range res = { std::stoi(ends[0]), open ? -1 : std::stoi(ends.back()), plain(types[0]),
+                              plain(types.back()) };
     if (!open && res.last < res.first) {
-        throw spec_error("layers: " + quoted(item) + " ends before it begins");
+        throw spec_error("layers: " + quoted(typed) + " ends before it begins");
     }
     for (const text & type : types) {
-        if (!contains(cold_types(), type)) {
-            throw spec_error("layers: " + quoted(type) + " in " + quoted(item) + " is not one of " +
-                             join(cold_types()) + replacement(type));
+        if (!contains(cold_types(), plain(type))) {
+            throw spec_error("layers: " + quoted(type) + " in " + quoted(typed) + " is not one of " +
+                             join(cold_types()) + replacement(plain(type)));
         }
     }
     return res;
@@ -169,6 +179,17 @@ text normal_layers(const text &, const text & value) {
     return res;
 }
 
+// bytes as they are typed
+text budget_text(const text & value) {
+    static const std::pair<uint64_t, text> units[] = { { 1 << 30, "GiB" }, { 1 << 20, "MiB" }, { 1 << 10, "KiB" } };
+    for (const auto & [unit, name] : units) {
+        if (value != "0" && is_whole(value, 19) && std::stoull(value) % unit == 0) {
+            return std::to_string(std::stoull(value) / unit) + name;
+        }
+    }
+    return value;
+}
+
 // bits of "4.5bit", 0 for what is no number of bits
 double bits_of(const text & value) {
     const size_t unit = value.rfind("bit");
@@ -177,17 +198,18 @@ double bits_of(const text & value) {
     return ends && read_number(value.substr(0, unit), bits) ? bits : 0.0;
 }
 
-text normal_budget(const text & name, const text & value) {
+text normal_budget(const text & name, const text & typed) {
+    const text value = plain(typed);
     if (value.find("bit") == text::npos) {
         try {
             return value.find_first_not_of('0') == text::npos ? "0" : std::to_string(parse_size(value, 1));
         } catch (const spec_error &) {
-            throw spec_error(name + "=" + quoted(value) + " is not a size: use e.g. 2GiB, or 4.5bit for an element");
+            throw spec_error(name + "=" + quoted(typed) + " is not a size: use e.g. 2GiB, or 4.5bit for an element");
         }
     }
     const double bits = bits_of(value);
     if (!(bits >= 1.0 && bits <= 16.0)) {
-        throw spec_error(name + "=" + value + ": use 1bit to 16bit, as 4.5bit");
+        throw spec_error(name + "=" + typed + ": use 1bit to 16bit, as 4.5bit");
     }
     return shortest(bits) + "bit";
 }
@@ -206,13 +228,14 @@ bool read_sparse(const text & value, sparseness & out) {
            out.delta >= 1e-6 && out.delta <= 0.3; // E is then still a standard error
 }
 
-text normal_sparse(const text & name, const text & value) {
+text normal_sparse(const text & name, const text & typed) {
+    const text value = plain(typed);
     sparseness s;
     if (value.empty()) {
         return "";
     }
     if (!read_sparse(value, s)) {
-        throw spec_error(name + "=" + value +
+        throw spec_error(name + "=" + typed +
                          ": use eps:E or eps:E/D, as eps:0.05, with E from 0.000001 to below 1 and D from 0.000001 to "
                          "0.3. The sum of a query's attention weights is wrong by more than a share E with a "
                          "probability of at most D, 0.05 if left out");
@@ -367,7 +390,7 @@ void check_together(const values & v, const namer & name) {
     if (threshold > 0 && threshold < group) {
         const text t = name("threshold") + "=", g = name("group") + "=";
         throw spec_error(t + v.at("threshold") + " is smaller than " + g + v.at("group") +
-                         " (16 unless given): a window cannot let go of more than it holds. Use " + g +
+                         " (64 and 16 unless given): a window cannot let go of more than it holds. Use " + g +
                          v.at("threshold") + " or less, or " + t + v.at("group") + " or more (0: no recent window)");
     }
     if (!v.at("sparse").empty() && v.at("attention") == "merged") {
@@ -379,7 +402,8 @@ void check_together(const values & v, const namer & name) {
             const auto & all = options(true);
             const auto   own = std::find_if(all.begin(), all.end(), [&](const option & o) { return o.key == key; });
             if (v.at(key) != own->usual) {
-                throw spec_error(name("budget") + "=" + v.at("budget") + " chooses the cold types: leave " +
+                throw spec_error(name("budget") + "=" + budget_text(v.at("budget")) +
+                                 " chooses the cold types: leave " +
                                  (name.cold ? "cold" : name("cold_k") + ", " + name("cold_v")) + " and layers out");
             }
         }
@@ -432,7 +456,7 @@ std::vector<std::pair<text, text>> parse_items(const text & s) {
         if (equals == text::npos || equals == 0 || equals + 1 == item.size()) {
             throw spec_error(quoted(item) + " is not key=value; known keys: " + known_keys());
         }
-        res.emplace_back(item.substr(0, equals), item.substr(equals + 1));
+        res.emplace_back(plain(item.substr(0, equals)), item.substr(equals + 1));
     }
     return res;
 }
@@ -470,10 +494,10 @@ cache_spec parse_mixed(const text & rest) {
     values       given;
     namer        name{ false };
     const size_t comma = rest.find(',');
-    const text   first = rest.substr(0, comma);
-    if (contains(presets(), first)) {
+    const text   first = rest.substr(0, comma), word = plain(first);
+    if (contains(presets(), word)) {
         for (const auto & [preset, spec] : preset_specs) {
-            if (preset == first && !spec.empty()) {
+            if (preset == word && !spec.empty()) {
                 read_options(spec, given, name);
             }
         }
@@ -482,22 +506,28 @@ cache_spec parse_mixed(const text & rest) {
         }
     } else if (first.find('=') == text::npos) {
         throw spec_error(quoted(first) + " is neither a preset (" + join(presets()) + ") nor key=value" +
-                         did_you_mean(first, presets()));
+                         did_you_mean(word, presets()));
     } else {
         read_options(rest, given, name);
     }
     return make(true, given, name);
 }
 
-cache_spec parse_uniform(const text & name, const std::vector<std::pair<text, text>> & items) {
+cache_spec parse_uniform(const text & typed, const std::vector<std::pair<text, text>> & items) {
+    const text        name  = plain(typed);
     const auto        types = split(name, '/');
     values            given = { { "type_k", types[0] }, { "type_v", types.back() } };
     std::vector<text> known = { "mixed" };
     known.insert(known.end(), uniform_types().begin(), uniform_types().end());
     if (types.size() > 2 || !contains(uniform_types(), types[0]) || !contains(uniform_types(), types.back())) {
-        const text gone = replacement(types[0]);
-        throw spec_error(quoted(name) + " names no cache" + did_you_mean(name, known) + ": use one of " + join(known) +
-                         (gone.empty() ? replacement(types.back()) : gone));
+        const text gone   = replacement(types[0]);
+        const bool joined = name.rfind("mixed", 0) == 0 && name.find('=') != text::npos; // without its colon
+        throw spec_error(
+            quoted(typed) + " names no cache" +
+            (joined ? " (did you mean mixed:" +
+                          name.substr(std::min(name.size(), name.find_first_of("abcdefghijklmnopqrstuvwxyz", 5))) + "?)"
+                    : did_you_mean(name, known)) +
+            ": use one of " + join(known) + (gone.empty() ? replacement(types.back()) : gone));
     }
     for (const auto & [key, value] : items) {
         if (key != "attention") {
@@ -538,16 +568,10 @@ bool is_number(const text & field) {
 }
 
 cache_spec parse_spec(const text & spec) {
-    text s;
-    for (const char c : spec) {
-        if (c != ' ') {
-            s += c >= 'A' && c <= 'Z' ? char(c - 'A' + 'a') : c;
-        }
-    }
-    const size_t colon = s.find(':');
-    const text   name  = s.substr(0, colon);
-    const text   rest  = colon == text::npos ? "" : s.substr(colon + 1);
-    if (name != "mixed") {
+    const size_t colon = spec.find(':');
+    const text   name  = spec.substr(0, colon);
+    const text   rest  = colon == text::npos ? "" : spec.substr(colon + 1);
+    if (plain(name) != "mixed") {
         return parse_uniform(name, colon == text::npos ? spec_fields() : parse_items(rest));
     }
     return colon == text::npos ? make(true, {}, { false }) : parse_mixed(rest);
@@ -561,11 +585,7 @@ cache_spec make_spec(bool mixed, const spec_fields & given) {
         if (own == all.end()) {
             throw spec_error(field + " is no field of a cache");
         }
-        text lower = value;
-        std::transform(lower.begin(), lower.end(), lower.begin(),
-                       [](char c) { return c >= 'A' && c <= 'Z' ? char(c - 'A' + 'a') : c; });
-        lower.erase(std::remove(lower.begin(), lower.end(), ' '), lower.end());
-        by_key[own->key] = lower;
+        by_key[own->key] = value;
     }
     return make(mixed, by_key, { true });
 }
@@ -585,7 +605,7 @@ text format_spec(const cache_spec & spec, bool full) {
     for (size_t i = both || !spec.mixed ? 2 : 0; i < all.size(); ++i) {
         const text & value = spec.fields[i].second;
         if (value != all[i].usual || (full && all[i].is_full)) {
-            add(all[i].key, value);
+            add(all[i].key, all[i].key == "budget" ? budget_text(value) : value);
         }
     }
     return name;
@@ -607,14 +627,9 @@ std::vector<layer_range> parse_layers(const text & value) {
 }
 
 uint64_t parse_size(const text & spec, uint64_t unit) {
-    const size_t digits = std::min(spec.find_first_not_of("0123456789."), spec.size());
-    text         rest;
-    for (const char c : spec.substr(digits)) {
-        if (c != ' ') {
-            rest += c >= 'A' && c <= 'Z' ? char(c - 'A' + 'a') : c;
-        }
-    }
-    static const std::map<text, double> units = {
+    const size_t                        digits = std::min(spec.find_first_not_of("0123456789."), spec.size());
+    const text                          rest   = plain(spec.substr(digits));
+    static const std::map<text, double> units  = {
         { "b", 1.0 },     { "k", 0x1p10 },   { "ki", 0x1p10 }, { "kib", 0x1p10 }, { "kb", 1e3 },    { "m", 0x1p20 },
         { "mi", 0x1p20 }, { "mib", 0x1p20 }, { "mb", 1e6 },    { "g", 0x1p30 },   { "gi", 0x1p30 }, { "gib", 0x1p30 },
         { "gb", 1e9 },    { "t", 0x1p40 },   { "ti", 0x1p40 }, { "tib", 0x1p40 }, { "tb", 1e12 },

@@ -29,7 +29,7 @@ from mixedkv.errors import (
 from mixedkv.guarded_llama import GuardedLlama
 from mixedkv.kv.cache import KVCache
 from mixedkv.limits import padded
-from mixedkv.model.fit import ContextPlace, Fit, check_room, compute_bytes, fit, fit_with_gpu
+from mixedkv.model.fit import Beside, ContextPlace, Fit, check_room, compute_bytes, fit, fit_with_gpu
 from mixedkv.model.footprint import Sliding, model_shape
 from mixedkv.model.gguf_file import (
     ModelFile,
@@ -103,6 +103,7 @@ class Llama(GuardedLlama):
         progress: called with the share of the weights that are loaded, 0 to 1; an exception from it ends the
             loading.
         weights: a `Llama` of the same file, whose weights this one uses; closing it closes this one first.
+        beside: what else the process will load, for n_ctx="fit" to leave memory to.
         **options: arguments of `llama_cpp.Llama`. Its embedding=True sets n_seq_max and kv_unified itself.
             Layers with a sliding window have rows for the window unless swa_full=True.
 
@@ -146,6 +147,7 @@ class Llama(GuardedLlama):
         stream_mode: Mode = "direct",
         progress: Callable[[float], object] | None = None,
         weights: Llama | None = None,
+        beside: Beside | None = None,
         **options: Unpack[LlamaOptions],
     ) -> None:
         kwargs: dict[str, Any] = {**options, "swa_full": bool(options.get("swa_full"))}
@@ -164,7 +166,7 @@ class Llama(GuardedLlama):
         file = read_model_file(path)
         if file.get("attention.causal", True) is False:  # llama.cpp ends the process where a batch is cut
             kwargs["n_batch"] = min(kwargs.get("n_batch", 512), kwargs.get("n_ubatch", 512))
-        place = self._place(file, kwargs, weights)
+        place = self._place(file, kwargs, weights, beside or Beside())
         chosen = kv is not None or type_k is not None or type_v is not None
         if not chosen and (place is None or not place.shape.layers):
             self._setting = parse_kv("f16")  # no layer keeps rows, or it is not known: llama.cpp's own
@@ -454,7 +456,9 @@ class Llama(GuardedLlama):
         }
         return {**state, **own, **self._asked}
 
-    def _place(self, file: ModelFile, given: dict[str, Any], weights: Llama | None) -> ContextPlace | None:
+    def _place(
+        self, file: ModelFile, given: dict[str, Any], weights: Llama | None, beside: Beside
+    ) -> ContextPlace | None:
         """Return where the context is to fit; None where its shape is not known: llama.cpp has the last
         word.
         """
@@ -470,8 +474,9 @@ class Llama(GuardedLlama):
             n_stream=1 if self._kv_unified else self._n_seq_max,
             sliding=sliding,
             on_cpu=not (given.get("n_gpu_layers") and given.get("offload_kqv", True)),
-            weights=0 if weights is not None else file.size,
+            weights=(0 if weights is not None else file.size) + _size_of(given.get("lora_path")),
             compute=lambda n_ctx: compute_bytes(file, n_ubatch, n_ctx),
+            beside=beside,
             room=memory_room(),
         )
 
@@ -621,6 +626,14 @@ class _Limited(llama_cpp.StoppingCriteriaList):
     def __init__(self, n_most: int, own: Callable[[Any, Any], bool] | None) -> None:
         super().__init__(() if own is None else [own])
         self.n_most = n_most
+
+
+def _size_of(path: str | None) -> int:
+    """Return the bytes of a file, 0 where it is not there."""
+    try:
+        return os.path.getsize(path) if path else 0
+    except OSError:
+        return 0
 
 
 def _choose_setting(

@@ -109,7 +109,7 @@ def chat(args: argparse.Namespace) -> None:
         raise ValueError("this chat has images: give the model's image encoder with --mmproj FILE")
     options = {"max_tokens": args.n_predict, **sampling_options(args, path)}
     with quiet(not args.verbose), ExitStack() as stack:
-        llm = stack.enter_context(open_model(path, args, for_images=encoder is not None))
+        llm = stack.enter_context(open_model(path, args, encoder))
         store = stack.enter_context(_store(history, args, key))
         cache: Answering
         if encoder is None:

@@ -14,7 +14,8 @@ from mixedkv.cli.values import layer_count, layers, memory, positive
 from mixedkv.cli.words import add_words, flags, tokens
 from mixedkv.config.mixed import HELP as KV_HELP
 from mixedkv.llama import Llama
-from mixedkv.model.encoder import encoder_beside
+from mixedkv.model.encoder import encoder_beside, encoder_bytes
+from mixedkv.model.fit import Beside
 from mixedkv.model.gguf_file import default_n_ctx, read_model_file
 from mixedkv.model.named_model import is_of_hub
 from mixedkv.native import llama_cpp as _llama_cpp
@@ -94,11 +95,11 @@ def image_encoder(args: argparse.Namespace, path: Path) -> Path | None:
     return Path(args.mmproj)
 
 
-def open_model(path: Path, args: argparse.Namespace, *, for_images: bool = False) -> Llama:
+def open_model(path: Path, args: argparse.Namespace, encoder: Path | None = None) -> Llama:
     """Load a model as the options say.
 
     Args:
-        for_images: with sequences for an `ImageChat`.
+        encoder: of the images of an `ImageChat`, which needs sequences of its own.
     """
     streams = args.stream_layers is not None or args.memory is not None
     names = {"n_ubatch": "n_ubatch", "n_gpu_layers": "n_gpu_layers", "lora": "lora_path"}
@@ -111,8 +112,9 @@ def open_model(path: Path, args: argparse.Namespace, *, for_images: bool = False
         from mixedkv.engine.chat.tokenizer import chat_formatter
 
         given["chat_handler"] = chat_formatter_to_chat_completion_handler(chat_formatter(args.chat_format))
-    if for_images:
-        given |= {"n_seq_max": 2, "kv_unified": True}
+    if encoder is not None:
+        taken = encoder_bytes(encoder)
+        given |= {"n_seq_max": 2, "kv_unified": True, "beside": Beside(n_bytes=lambda _: taken)}
     with LoadingBar() as bar:
         return Llama(
             path,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mixedkv.model.hub_model import PREFIX, hub_model
-from mixedkv.model.named_model import NAMES, find_model
+from mixedkv.model.named_model import NAMES, find_model, refuse_name
 from mixedkv.model.packaged_model import PACKAGED
 
 
@@ -27,5 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     if args.name in NAMES:
         print(find_model(args.name))
-    else:
+    elif "/" in args.name and "://" not in args.name:
         print(hub_model(PREFIX + args.name.removeprefix(PREFIX), refresh=True))
+    else:
+        refuse_name(args.name)

@@ -103,7 +103,7 @@ def _see(args: argparse.Namespace, path: Path, encoder: Path | None, text: str) 
 
     options = {"max_tokens": args.n_predict, **sampling_options(args, path)}
     question = {"role": "user", "content": text, "images": args.image}
-    with quiet(not args.verbose), open_model(path, args, for_images=True) as llm:
+    with quiet(not args.verbose), open_model(path, args, encoder) as llm:
         with ImageChat(llm, encoder, args.chat_format) as chat, chat.stream([question], **options) as answer:
             for chunk in answer:
                 print(chunk["choices"][0]["delta"]["content"], end="", flush=True)

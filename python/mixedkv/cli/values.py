@@ -43,7 +43,10 @@ def integer(text: str) -> int:
 
 def length(text: str) -> int:
     """Parse the length of an answer; -1 is up to its end or that of the context."""
-    return -1 if text == "-1" else positive(text)
+    try:
+        return -1 if text == "-1" else positive(text)
+    except ArgumentTypeError:
+        raise ArgumentTypeError(f"{text!r} is not a number of tokens: use 1 or more, or -1 for all") from None
 
 
 def temperature(text: str) -> float:
@@ -59,7 +62,18 @@ def temperature(text: str) -> float:
 
 def whole(text: str) -> int:
     """Parse a whole number, 0 or more."""
-    return 0 if text == "0" else positive(text)
+    try:
+        return 0 if text == "0" else positive(text)
+    except ArgumentTypeError:
+        raise ArgumentTypeError(f"{text!r} is not a whole number of 0 or more") from None
+
+
+def decimal(text: str) -> float:
+    """Parse a number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a number") from None
 
 
 def layer_count(text: str) -> int:

@@ -10,7 +10,7 @@ from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
-from mixedkv.cli.values import integer, positive
+from mixedkv.cli.values import decimal, integer, positive
 from mixedkv.config import UniformKV, parse_kv
 from mixedkv.config.checks import did_you_mean
 from mixedkv.model.hub_model import PREFIX, is_hub_name
@@ -172,7 +172,7 @@ def _row_type(text: str) -> str:
     except ValueError:
         setting = None
     if not isinstance(setting, UniformKV) or "/" in text:
-        raise ArgumentTypeError(f"{text!r} is no type of rows: use e.g. f16, q8_0 or q4_0")
+        raise ArgumentTypeError(f"{text!r} is no type of rows: use f16, q8_0 or q4_0, or --kv mixed for both")
     return text
 
 
@@ -216,7 +216,8 @@ def _add(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
         return
     if field.default not in (None, "", 0) and "default" not in text:
         text += f" (default: {field.default})"
-    read = tokens if name == "n_ctx" else str if metavar == "SIZE" else integer if kind is int else kind
+    kinds: dict[Any, Any] = {int: integer, float: decimal, str: str}
+    read = tokens if name == "n_ctx" else str if metavar == "SIZE" else kinds[kind]
     group.add_argument(*names, metavar=metavar, type=read, default=None, help=text)
 
 

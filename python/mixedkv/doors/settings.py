@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -29,6 +30,7 @@ _WORDS = {  # parts of pydantic's messages, and our words for them
     "Input should be less than or equal to": "use at most",
     "Input should be": "use",
 }
+_HOST_AND_PORT = re.compile(r"[^:/]+:\d+")
 _T = TypeVar("_T", bound="DoorSettings")
 
 
@@ -126,6 +128,8 @@ class DoorSettings(BaseSettings):
             raise ValueError(f"parallel={self.parallel} is more than n_batch={self.n_batch}: raise n_batch")
         if bool(self.tls_cert) != bool(self.tls_key):
             raise ValueError("tls_cert and tls_key go together: give both, or none")
+        if _HOST_AND_PORT.fullmatch(self.host):
+            raise ValueError(f"host={self.host!r}: give the port by itself, as port")
         if not (self.knows_clients or self.allow_no_keys or is_local(self.host)):
             raise ValueError(
                 f"host={self.host} can be reached from elsewhere, and there are no keys: give api_key_file, "
@@ -192,10 +196,8 @@ class DoorSettings(BaseSettings):
             raise ValueError(f"{path}: {error}") from None
         values = {name.replace("-", "_"): value for name, value in values.items()}
         for name in sorted(values.keys() - cls.model_fields):
-            raise ValueError(
-                f"{path}: unknown option {name!r}{did_you_mean(name, cls.model_fields)}; known: "
-                f"{', '.join(cls.model_fields)}"
-            )
+            hint = did_you_mean(name, map(repr, cls.model_fields))
+            raise ValueError(f"{path}: unknown option {name!r}{hint}: use the names of --help, as 'n_ctx'")
         return values
 
     @classmethod
@@ -214,6 +216,7 @@ def _explain(error: dict[str, Any], origins: Mapping[str, str]) -> str:
         return str(cause)
     origin = origins[error["loc"][0]]
     wanted = str(cause) or error["msg"]
+    wanted = wanted.replace("'', ", "")  # what an option is unless it is given
     for theirs, ours in _WORDS.items():
         wanted = wanted.replace(theirs, ours)
     given = error["input"]

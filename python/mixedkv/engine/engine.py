@@ -20,6 +20,8 @@ from concurrent.futures import TimeoutError as Late
 from types import TracebackType
 from typing import Any, TypeVar
 
+import llama_cpp
+
 from mixedkv.card import card
 from mixedkv.chunks.chunk_reuse import ChunkChoice
 from mixedkv.engine.answer import Answer
@@ -115,6 +117,7 @@ class Engine:
         parallel = check_model(llm, parallel)
         self.llm, self.parallel = llm, parallel
         self.n_ctx, self.width = int(llm.n_ctx()), vector_width(llm)
+        self._n_train = int(llama_cpp.llama_model_n_ctx_train(_llama_cpp.model(llm)))
         if self.width == 0:  # a model without vocabulary takes only `VectorJob`s
             self.detokenizer = Detokenizer(_llama_cpp.vocab(llm))
             self.tokenizer = tokenizer or Tokenizer(llm)
@@ -382,10 +385,14 @@ class Engine:
         Raises:
             ContextLengthError: the prompt is empty, or leaves no room for an answer.
         """
-        if not 1 <= n_tokens < self.n_ctx:
-            remedy = "it must not be empty" if n_tokens == 0 else "shorten it, or use a larger n_ctx"
+        if n_tokens == 0:
+            raise ContextLengthError("the prompt is empty")
+        if n_tokens >= self.n_ctx:
+            longer = n_tokens < self._n_train
+            remedy = f"a larger n_ctx, up to {self._n_train}" if longer else "a model with a longer context"
             raise ContextLengthError(
-                f"the prompt has {n_tokens} tokens, the context takes 1 to {self.n_ctx - 1}: {remedy}"
+                f"the prompt has {n_tokens} tokens, the context takes 1 to {self.n_ctx - 1}: shorten it, or "
+                f"use {remedy}"
             )
 
     def connector_stats(self) -> dict[str, Any] | None:

@@ -49,6 +49,19 @@ class Fit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Beside:
+    """The rest that a process loads into the memory that a context is to fit.
+
+    Args:
+        n_contexts: contexts of this model and size, this one included: each adapter has one.
+        n_bytes: bytes of all else for a context of some tokens: an image encoder, a draft model, embeddings.
+    """
+
+    n_contexts: int = 1
+    n_bytes: Callable[[int], int] = lambda n_ctx: 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ContextPlace:
     """The model, sequences and memory that a context is to fit.
 
@@ -57,6 +70,7 @@ class ContextPlace:
         on_cpu: the cache lies in CPU memory.
         weights: bytes of weights that are still to be loaded.
         compute: bytes of compute buffers for a context of some tokens.
+        beside: what else is to be loaded.
         room: bytes that are free, None where the system does not say.
     """
 
@@ -67,6 +81,7 @@ class ContextPlace:
     on_cpu: bool = True
     weights: int = 0
     compute: Callable[[int], int]
+    beside: Beside = Beside()
     room: int | None
 
     def settled(self, kv: KVSetting, n_ctx: int) -> KVSetting:
@@ -96,7 +111,11 @@ class ContextPlace:
         """Return the bytes that the cache of such a context may take."""
         if self.room is None:
             return None
-        return self.room - self.room // _SPARE - self.weights - self.compute(n_ctx)
+        return (self.room - self.room // _SPARE - self.others(n_ctx)) // self.beside.n_contexts
+
+    def others(self, n_ctx: int) -> int:
+        """Return the bytes of all but the caches of such contexts."""
+        return self.weights + self.beside.n_contexts * self.compute(n_ctx) + self.beside.n_bytes(n_ctx)
 
     def fits(self, kv: KVSetting, n_ctx: int) -> bool:
         left = self.left(n_ctx)
@@ -132,7 +151,7 @@ def fit(place: ContextPlace, kv: KVSetting | None) -> Fit:
             chosen, n_ctx = squeezed, longer
     n_ctx = max(n_ctx, min(_LEAST, place.most))
     n_bytes = place.size(chosen, n_ctx)
-    taken = n_bytes + place.compute(n_ctx) + place.weights
+    taken = place.beside.n_contexts * n_bytes + place.others(n_ctx)
     return Fit(
         n_ctx=n_ctx,
         kv=place.settled(chosen, n_ctx),

@@ -89,7 +89,7 @@ class Sliding:
         """Return how many sequences have a window at a time."""
         if self.full or not (self.n_windows and window):
             return n_seq
-        return min(n_seq, self.n_windows, max(_LEAST_WINDOWS, (n_ctx // 4 - self.n_ubatch) // window))
+        return min(n_seq, self.n_windows, max(_LEAST_WINDOWS, (n_ctx // 16 - self.n_ubatch) // window))
 
     def n_cells(self, window: int, n_ctx: int, n_seq: int) -> int:
         """Return the cells of these layers."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NoReturn
 
 from mixedkv.bundled import model_path
+from mixedkv.config.checks import did_you_mean
 from mixedkv.model.hub_model import PREFIX, hub_model, is_hub_name
 from mixedkv.model.packaged_model import PACKAGED
 
@@ -25,17 +27,26 @@ def find_model(given: str | None) -> Path:
     hub are downloaded where they are not on this machine.
 
     Raises:
-        ValueError: see `PackagedModel.quantised` and `hub_model`.
+        ValueError: it is neither a file nor a name, or see `PackagedModel.quantised` and `hub_model`.
         OSError: a file cannot be written.
     """
     if given is None:
         return model_path()
     if not is_name(given):
-        return Path(given)
+        is_file = given and "://" not in given and (given.endswith(".gguf") or Path(given).exists())
+        return Path(given) if is_file else refuse_name(given)
     if given not in NAMES:
         return hub_model(given if is_hub_name(given) else PREFIX + given)
     model = PACKAGED[given.removesuffix(_F16)]
     return model.f16() if given.endswith(_F16) else model.quantised()
+
+
+def refuse_name(given: str) -> NoReturn:
+    """Raise ValueError for what names no model."""
+    hint = ", download it first" if "://" in given else did_you_mean(given, NAMES)
+    raise ValueError(
+        f"model={given!r} is neither a file nor a name{hint}: give a {HELP.partition(' (def')[0]}"
+    )
 
 
 def is_name(given: str) -> bool:

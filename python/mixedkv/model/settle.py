@@ -68,10 +68,11 @@ def settle(
         return f16
     least, most = kv.quantization_threshold, n_ctx // n_seq - kv.sink_tokens
     windows = range(least, max(most, least) + 1, kv.group_size)
-    return _spend(int(kv.budget), plan, windows, make, size)
+    return _spend(str(kv), int(kv.budget), plan, windows, make, size)
 
 
 def _spend(
+    spec: str,
     budget: int,
     plan: LayerPlan,
     windows: Sequence[int],
@@ -94,8 +95,8 @@ def _spend(
         window //= 2
     if (smallest := size(make(coarsest, window))) > budget:
         raise ValueError(
-            f"budget={budget}: the smallest cache takes {format_bytes(smallest, enough=True)}: raise "
-            "the budget, or lower n_ctx"
+            f"kv={spec!r}: {format_bytes(budget)} is too little, the smallest cache takes "
+            f"{format_bytes(smallest, enough=True)}: raise the budget, or lower n_ctx"
         )
     steps = range(len(plan) + 1)
     n = bisect_right(steps, budget, key=lambda n: size(make(plan.types(n), window))) - 1

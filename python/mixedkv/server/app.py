@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from mixedkv import __version__
+from mixedkv.config.checks import did_you_mean
 from mixedkv.doors.keys import Keys
 from mixedkv.server.api import (
     cached_messages,
@@ -35,7 +36,7 @@ from mixedkv.server.api import (
     responses,
 )
 from mixedkv.server.api.fields import place
-from mixedkv.server.api_error import ApiError
+from mixedkv.server.api_error import ApiError, in_words
 from mixedkv.server.http.body_limit import BodyLimit
 from mixedkv.server.http.json_body import BodyParser
 from mixedkv.server.http.middleware import OwnPagesOnly, ShortPaths
@@ -168,14 +169,18 @@ async def _on_api_error(request: Request, error: Any) -> Response:
 async def _on_invalid(request: Request, error: Any) -> Response:
     """Answer with the first error of an invalid request, without quoting it."""
     first = error.errors()[0]
-    if first["loc"] == ("body",) and first["type"] == "model_attributes_type":
+    if first["loc"] == ("body",) and first["type"] == "missing":
+        return ApiError(400, "the body is empty: send a JSON object", code="invalid_json").response(
+            request.url.path
+        )
+    if first["loc"] == ("body",) and first["type"] in ("model_attributes_type", "model_type"):
         kind = request.headers.get("content-type", "")
         if "json" not in kind:
             return ApiError(
                 400, "the body is not said to be JSON: send the header Content-Type: application/json"
             ).response()
         return ApiError(400, "the body is not a JSON object", code="invalid_json").response(request.url.path)
-    message = first["msg"].removeprefix("Value error, ")
+    message = in_words(first["msg"])
     param = place(first["loc"][1:])[:_MAX_PARAM] or None  # without "body", "path" or "query"
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json").response(request.url.path)
@@ -184,9 +189,20 @@ async def _on_invalid(request: Request, error: Any) -> Response:
     return ApiError(400, f"{param}: {message}" if param else message, param=param).response(request.url.path)
 
 
+_LONGEST_PATH = 60  # of a typing error
+_OFTEN = tuple(
+    "/v1/" + name
+    for name in ["chat/completions", "completions", "responses", "messages", "embeddings", "models", "rerank"]
+)
+
+
 async def _on_http_error(request: Request, error: Any) -> Response:
-    messages = {404: f"there is no {request.method} {request.url.path[:200]}", 405: "method not allowed here"}
-    message = messages.get(error.status_code, str(error.detail))
+    path, message = request.url.path, str(error.detail)
+    if error.status_code == 404:
+        known = _OFTEN if len(path) < _LONGEST_PATH else ()
+        message = f"there is no {request.method} {path[:200]}{did_you_mean(path, ('', *known))}"
+    elif error.status_code == 405:
+        message = f"{request.method} does not go with {path}: use {error.headers['Allow']}"
     return ApiError(error.status_code, message, headers=error.headers).response(request.url.path)
 
 

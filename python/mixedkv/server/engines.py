@@ -13,7 +13,7 @@ from typing import Any, Literal
 import llama_cpp
 
 from mixedkv.chunks.passages import parse_chunks
-from mixedkv.config import MixedKVConfig
+from mixedkv.config import KVSetting, MixedKVConfig, parse_kv
 from mixedkv.engine.chat import tokenizer
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.store_connector import StoreConnector
@@ -28,8 +28,11 @@ from mixedkv.images.projector import Projector
 from mixedkv.kv.stats import format_saving
 from mixedkv.limits import CELLS
 from mixedkv.llama import Llama
+from mixedkv.model.encoder import encoder_bytes
 from mixedkv.model.fingerprint import model_parts
-from mixedkv.model.gguf_file import ModelFile, default_n_ctx, weight_type
+from mixedkv.model.fit import Beside
+from mixedkv.model.footprint import Sliding
+from mixedkv.model.gguf_file import ModelFile, default_n_ctx, n_mtp_layers, read_model_file, weight_type
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.server.described import capabilities, read_chat_template
 from mixedkv.server.model_watch import ModelWatch
@@ -41,7 +44,7 @@ from mixedkv.sizes import format_bytes
 from mixedkv.start.checkpoints import CheckpointLimits
 from mixedkv.store import KVStore
 from mixedkv.streaming.layer_choice import parse_layers
-from mixedkv.streaming.streaming import memory_beside
+from mixedkv.streaming.streaming import context_bytes, memory_beside
 from mixedkv.terminal import LoadingBar
 
 log = logging.getLogger("mixedkv.server")
@@ -54,8 +57,9 @@ def open_engines(
     stored and frees them.
     """
     turns = Turns()
+    beside = _beside(states[0].settings, models, file)
     for state, model in zip(states, models, strict=True):
-        _open(state, model, file, states[0] if model.parent else None, turns, stack)
+        _open(state, model, file, states[0] if model.parent else None, turns, stack, beside)
         _tell(state, file)
 
 
@@ -66,14 +70,17 @@ def _open(
     parent: ServerState | None,
     turns: Turns,
     stack: ExitStack,
+    beside: Beside,
 ) -> None:
     settings = state.settings
     drafts = settings.draft_model and parent is None
     files = [model.path, Path(settings.draft_model)] if drafts else [model.path]
     watch = stack.enter_context(ModelWatch(part.path for path in files for part in model_parts(path)))
     mtp = settings.speculation == "mtp"
+    if mtp and not n_mtp_layers(file):
+        raise ValueError(f"speculation='mtp': {model.name} has no MTP layers")
     weights = parent.engine.llm if parent is not None else None
-    llm = stack.enter_context(load_model(settings, model, file, state.generates, weights, mtp))
+    llm = stack.enter_context(load_model(settings, model, file, state.generates, weights, mtp, beside))
     if llm.fitted is not None:
         print(f"mixedkv fits {model.name}: {llm.fitted}", file=sys.stderr, flush=True)
     draft_model = stack.enter_context(load_draft_model(settings, llm)) if drafts else None
@@ -192,11 +199,13 @@ def load_model(
     generates: bool,
     weights: Llama | None,
     mtp: bool = False,
+    beside: Beside | None = None,
 ) -> Llama:
-    """Load a model or an adapter."""
+    """Load a model or an adapter, which has the context and the cache of its model."""
     n_ctx: int | Literal["fit"] = model.n_ctx or "fit"
+    kv: str | KVSetting | None = None if settings.kv == "mixed" else settings.kv
     if not model.n_ctx and weights is not None:
-        n_ctx = int(weights.n_ctx())
+        n_ctx, kv = int(weights.n_ctx()), weights.kv.config
     elif not model.n_ctx and (settings.stream_layers or settings.memory):
         n_ctx = default_n_ctx(file)
     if model.adapter and settings.memory:
@@ -213,8 +222,7 @@ def load_model(
     return _load(
         settings,
         model.path,
-        # a model that only embeds does not use this context
-        kv=(None if settings.kv == "mixed" else settings.kv) if generates else "f16",
+        kv=kv if generates else "f16",  # a model that only embeds does not use this context
         n_ctx=n_ctx if generates else CELLS,
         n_seq_max=settings.n_seq,
         n_windows=settings.parallel,
@@ -226,7 +234,26 @@ def load_model(
         lora_path=model.adapter or None,
         lora_scale=model.scale,
         weights=weights,
+        beside=beside if weights is None else None,
     )
+
+
+def _beside(settings: ServerSettings, models: Sequence[ServedModel], file: ModelFile) -> Beside:
+    """Return what is loaded beside the first model's context."""
+    fixed = sum(encoder_bytes(model.mmproj) for model in models if model.mmproj)
+    fixed += sum(Path(model.adapter).stat().st_size for model in models if model.adapter)
+    n_batch = settings.n_batch or 512
+    if settings.embeddings:
+        fixed += embedding_bytes(file, n_ctx=settings.embedding_n_ctx, n_batch=n_batch)
+    if not settings.draft_model:
+        return Beside(n_contexts=len(models), n_bytes=lambda _: fixed)
+    draft, kv = read_model_file(settings.draft_model), parse_kv("mixed")
+    sliding = Sliding(n_ubatch=settings.n_ubatch or n_batch)
+
+    def n_bytes(n_ctx: int) -> int:
+        return fixed + draft.size + context_bytes(draft, kv, n_ctx, settings.parallel, sliding)
+
+    return Beside(n_contexts=len(models), n_bytes=n_bytes)
 
 
 def load_draft_model(settings: ServerSettings, llm: Llama) -> Llama:

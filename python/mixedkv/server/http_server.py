@@ -181,7 +181,10 @@ def url(listening: socket.socket, tls: bool) -> str:
 
 
 def _bind_address(host: str, port: int) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ValueError(f"host={host!r}: {error.strerror}") from None
     # asyncio sets TCP_NODELAY only where the protocol is named; without it a kept-alive client waits 40 ms
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:

@@ -102,7 +102,7 @@ def check_files(model: ServedModel) -> None:
     """
     for option, path in (("lora", model.adapter), ("mmproj", model.mmproj)):
         if path and not Path(path).is_file():
-            raise FileNotFoundError(f"{option}={model.name}={path}: there is no such file")
+            raise FileNotFoundError(f"{option}={path}: there is no such file")
 
 
 def _model(given: str, i: int, settings: ServerSettings) -> tuple[str, Path]:

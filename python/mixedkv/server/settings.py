@@ -296,6 +296,13 @@ class ServerSettings(DoorSettings):
                 raise ValueError("give scheme and host, and a port if it has one: https://chat.example.org")
         return origins
 
+    @field_validator("allowed_host")
+    @classmethod
+    def _are_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        if any("/" in host for host in hosts):
+            raise ValueError("give the host's name alone: host.docker.internal")
+        return hosts
+
     @field_validator("root_path")
     @classmethod
     def _is_a_path(cls, path: str) -> str:
@@ -319,7 +326,7 @@ class ServerSettings(DoorSettings):
             raise ValueError("chat_format and chat_template both say how chats are written: give one")
         if self.store_key_file and not (self.store or self.store_remote):
             raise ValueError(
-                "store_key_file is given without store or store_remote: there is nothing to encrypt"
+                "store_key_file: there is nothing to encrypt, give store_remote or a folder for the store too"
             )
         return self
 

@@ -178,7 +178,7 @@ def test_wrong_values_are_named(field: str, value: object, error: type[Exception
 def test_threshold_smaller_than_group() -> None:
     with pytest.raises(ValueError, match=r"quantization_threshold=8 .*group_size=16.*group_size=8 or less"):
         MixedKVConfig(quantization_threshold=8)
-    with pytest.raises(ValueError, match=r"threshold=8 .*group=16 \(16 unless given\)"):
+    with pytest.raises(ValueError, match=r"threshold=8 .*group=16 \(64 and 16 unless given\)"):
         parse_kv("mixed:threshold=8")
     assert parse_kv("mixed:threshold=8,group=8").group_size == 8  # type: ignore[union-attr]
 
@@ -237,6 +237,16 @@ def test_threshold_above_the_context() -> None:
         ("mixed:layers=-3:q8_0", r"'-3:q8_0' is not a range"),
         ("mixed:0-3:q8_0", r"'0-3:q8_0' is neither a preset .* nor key=value"),
         ("f16:attention=merged", r"attention='merged' is not one of auto, fused"),
+        ("mixed,threshold=8", r"names no cache \(did you mean mixed:threshold=8\?\)"),
+        # as it was typed
+        ("Mixed: Budget=3 GX", r"budget='3 GX' is not a size"),
+        ("MIXED:Cold=Q3_K", r"cold='Q3_K' is not one of q8_0"),
+        ("mixed:threshold=ABC", r"threshold=ABC is not a whole number"),
+        ("mixed:layers=0-3:Q8_0/Q9", r"layers: 'Q9' in '0-3:Q8_0/Q9' is not one of"),
+        ("mixed:sparse=EPS:2", r"sparse=EPS:2: use eps:E"),
+        ("Q9_0", r"kv='Q9_0' names no cache \(did you mean q8_0\?\)"),
+        ("mixed:Balance", r"'Balance' is neither a preset .*did you mean balanced"),
+        ("mixed:budget=2GiB,cold=q8_0", r"budget=2GiB chooses the cold types"),
     ],
 )
 def test_specs_that_are_refused(spec: str, message: str) -> None:

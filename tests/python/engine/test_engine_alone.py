@@ -145,7 +145,7 @@ def test_a_wait_has_its_limit(engine: Engine) -> None:
 
 
 def test_bad_prompts(engine: Engine) -> None:
-    with pytest.raises(ContextLengthError, match="it must not be empty"):
+    with pytest.raises(ContextLengthError, match="the prompt is empty"):
         engine.submit([])
     with pytest.raises(ContextLengthError, match="larger n_ctx"):
         engine.submit([5] * 5000)

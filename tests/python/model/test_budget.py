@@ -58,7 +58,7 @@ def test_what_is_allocated_is_within_the_budget(zoo_path: Callable[[str], Path],
     step = 4 / 8 * N_CTX * max(layer.n_embd_k for layer in shape.layers)
     assert all(budget - said <= step for said, budget in zip(sizes[:-1], budgets, strict=False))
     few = sizes[0] // 2
-    with pytest.raises(ValueError, match=f"budget={few}: the smallest cache takes {format_bytes(least)}"):
+    with pytest.raises(ValueError, match=f"is too little, the smallest cache takes {format_bytes(least)}"):
         Llama(path, kv=f"mixed:budget={few}", n_ctx=N_CTX, verbose=False)
 
 
@@ -69,7 +69,7 @@ def test_several_sequences(n_seq: int, unified: bool) -> None:
         options = {"n_ctx": 4096, "n_seq_max": n_seq, "kv_unified": unified, "verbose": False}
         with Llama(model_path(), kv=kv, **options) as llm:  # type: ignore[arg-type]
             assert 0.9 * budget <= llm.kv.stats().bytes_total <= budget
-    with pytest.raises(ValueError, match=r"budget=99999: the smallest cache takes 2\.\d MiB"):
+    with pytest.raises(ValueError, match=r"97\.7 KiB is too little, the smallest cache takes 2\.\d MiB"):
         Llama(model_path(), kv="mixed:budget=99999", **options)  # type: ignore[arg-type]
 
 
@@ -147,7 +147,7 @@ def test_the_errors_of_the_ladder() -> None:
 
 def test_a_budget_is_settled_before_it_is_used() -> None:
     kv = parse_kv("mixed:budget=1.5MiB,threshold=128")
-    assert str(kv) == "mixed:threshold=128,budget=1572864"
+    assert str(kv) == "mixed:threshold=128,budget=1536KiB"
     for use in (lambda: kv.types_of(0), kv.native):
         with pytest.raises(ValueError, match="depends on the model and its context"):
             use()

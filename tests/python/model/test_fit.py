@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,15 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.config import parse_kv
-from mixedkv.model.fit import ContextPlace, check_room, fit, fit_with_gpu
+from mixedkv.doors.keys import Keys
+from mixedkv.model.fit import Beside, ContextPlace, check_room, fit, fit_with_gpu
 from mixedkv.model.footprint import LayerShape, ModelShape, Sliding
+from mixedkv.model.gguf_file import read_model_file
 from mixedkv.native.memory import memory_room
+from mixedkv.server.serve import open_server
+from mixedkv.server.settings import ServerSettings
+from support.adapters import write_adapter
+from support.zoo.projector import write_projector
 
 GIB = 1 << 30
 WEIGHTS = {"1B": 808 << 20, "8B": 4920 << 20}  # Q4_K_M
@@ -66,6 +73,46 @@ def test_a_budget_is_kept() -> None:
     found = fit(place("1B", 24 * GIB), parse_kv("mixed:budget=500MiB"))
     assert found.n_bytes <= 500 << 20
     assert found.n_ctx > 32_768
+
+
+def test_what_is_loaded_beside_is_counted() -> None:
+    """An image encoder or a draft model, and adapters, which have caches of their own."""
+    alone = fit(place("8B", 8 * GIB), None)
+    encoder = fit(place("8B", 8 * GIB, beside=Beside(n_bytes=lambda n_ctx: GIB)), None)
+    assert alone.n_left - 2 * GIB <= encoder.n_left
+    assert encoder.n_ctx < alone.n_ctx
+    where = place("8B", 24 * GIB, beside=Beside(n_contexts=8))
+    found = fit(where, None)
+    taken = 8 * (found.n_bytes + where.compute(found.n_ctx)) + where.weights
+    assert taken <= 21 * GIB
+    assert found.n_left == 24 * GIB - taken
+    assert found.n_ctx < fit(place("8B", 24 * GIB), None).n_ctx
+
+
+@pytest.mark.parametrize("option", ["--mmproj", "--lora", "--draft-model", "--embeddings"])
+def test_a_server_is_fitted_with_all_that_it_loads(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In memory that the model's longest context alone just fits into."""
+    path = model_path()
+    given = {
+        "--mmproj": lambda: write_projector(
+            "mlp", int(read_model_file(path).get("embedding_length")), tmp_path
+        ),
+        "--lora": lambda: write_adapter(tmp_path / "a.gguf", path, 1),
+        "--draft-model": lambda: path,
+        "--embeddings": lambda: "",
+    }[option]()
+    monkeypatch.setattr("mixedkv.llama.memory_room", lambda: 45 << 20)
+
+    def served(**options: object) -> int:
+        settings = ServerSettings(model=(str(path),), **options)
+        with ExitStack() as stack:
+            return int(open_server(settings, Keys.of("", ""), stack).engine.llm.fitted.n_ctx)
+
+    name = option[2:].replace("-", "_")
+    value = True if not given else str(given) if option == "--draft-model" else (str(given),)
+    assert served(**{name: value}) < served()
 
 
 def test_where_nothing_is_known_of_memory() -> None:

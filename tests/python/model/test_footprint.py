@@ -60,10 +60,10 @@ def test_layers_with_a_sliding_window(name: str, sliding: Sliding, zoo_path: Cal
     assert allocated == said
 
 
-def test_windows_are_as_many_as_a_quarter_of_the_context_holds_but_four() -> None:
+def test_windows_are_as_many_as_a_sixteenth_of_the_context_holds_but_four() -> None:
     most = Sliding(n_windows=8)
-    assert [most.windows(512, n_ctx, 16) for n_ctx in (2048, 8192, 12288, 32768)] == [4, 4, 5, 8]
-    assert most.windows(512, 32768, 2) == 2
+    assert [most.windows(512, n_ctx, 16) for n_ctx in (8192, 32768, 65536, 131072)] == [4, 4, 7, 8]
+    assert most.windows(512, 131072, 2) == 2
     assert Sliding().windows(512, 8192, 16) == 16
     assert Sliding(full=True, n_windows=8).n_cells(512, 8192, 16) == 8192
 

@@ -360,7 +360,7 @@ def test_a_file_that_is_changed_is_loaded_anew(files: dict[str, Path], tmp_path:
 def test_what_is_wrong_at_the_start_is_told_then(files: dict[str, Path]) -> None:
     for given, says in (
         (["-m", "nothing.gguf"], "nothing.gguf"),
-        (["--lora", "odd=nothing.gguf"], "lora=odd=nothing.gguf: there is no such file"),
+        (["--lora", "odd=nothing.gguf"], "lora=nothing.gguf: there is no such file"),
     ):
         with (
             pytest.raises(RuntimeError, match=says),

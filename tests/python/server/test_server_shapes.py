@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -250,6 +251,18 @@ def test_claude_code(server: Server) -> None:
     assert count["input_tokens"] == sum(
         answer["usage"][name] for name in ("input_tokens", "cache_read_input_tokens")
     )
+
+
+def test_what_a_client_reads_of_a_prompt_that_is_too_long(server: Server) -> None:
+    """At the beginning what to do; later what has Claude Code shorten its history."""
+    first, later = claude_code(1), claude_code(1)
+    first["messages"] = [{"role": "user", "content": "word " * 9000}]
+    later["messages"][0]["content"][2]["text"] = "word " * 9000
+    says = r"has \d+ tokens, the context takes 1 to \d+: shorten it, or use a model with a longer context"
+    for body, message in ((first, says), (later, r"^prompt is too long: \d+ tokens > \d+ maximum: ")):
+        status, answer, _ = server.request("POST", "/v1/messages", body)
+        assert status == 400
+        assert re.search(message, answer["error"]["message"])
 
 
 def test_a_billing_header_that_changes_does_not_spoil_the_prefix(server: Server) -> None:

@@ -154,7 +154,7 @@ def test_every_option_stands_in_one_group() -> None:
 def test_an_option_of_a_file_that_is_no_option(tmp_path: Path) -> None:
     path = tmp_path / "serve.toml"
     path.write_text("treads = 4\n")
-    with pytest.raises(ValueError, match=r"unknown option 'treads' \(did you mean threads\?\)"):
+    with pytest.raises(ValueError, match=r"unknown option 'treads' \(did you mean 'threads'\?\)"):
         ServerSettings.load({}, str(path), {})
 
 

@@ -20,7 +20,7 @@ from mixedkv.server.api.fields import place
 from mixedkv.server.api.generation import constraint_of, context_tokens, make_jobs, slides
 from mixedkv.server.api.rendering import chat_of, choice_of, render
 from mixedkv.server.api.schemas import ChatFields, ChatRequest
-from mixedkv.server.api_error import bad_request
+from mixedkv.server.api_error import bad_request, in_words
 from mixedkv.server.state import ServerState
 from mixedkv.sessions import CacheSessionMetadata
 
@@ -90,7 +90,7 @@ def translated(kind: type[_T], fields: dict[str, Any]) -> _T:
     except ValidationError as error:
         first = error.errors()[0]
         where = place(first["loc"])
-        raise bad_request(f"{where}: {first['msg'].removeprefix('Value error, ')}", where or None) from None
+        raise bad_request(f"{where}: {in_words(first['msg'])}", where or None) from None
 
 
 def chat_tokens(server: ServerState, body: ChatFields) -> list[int]:

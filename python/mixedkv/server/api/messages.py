@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -22,13 +23,20 @@ from mixedkv.server.state import ServerState, model_of, read_prompt, tenant
 
 router = APIRouter(route_class=JSONRoute)
 
+_TOO_LONG = re.compile(r"the prompt has (\d+) tokens, the context takes 1 to (\d+)")
+
 
 @router.post("/v1/messages")
 async def messages(body: MessagesRequest, request: Request) -> Response:
     """Answer a chat, whole or as server-sent events."""
     owner = tenant(request)
     server = model_of(request, body.model)
-    jobs, chat = await read_prompt(request, _jobs, server, body, owner)
+    try:
+        jobs, chat = await read_prompt(request, _jobs, server, body, owner)
+    except ApiError as error:
+        if any(each.role == "assistant" for each in body.messages):  # Claude Code then shortens its history
+            error.message = _TOO_LONG.sub(r"prompt is too long: \1 tokens > \2 maximum", error.message)
+        raise
     answer = _Answer(server, body, jobs[0], chat)
     return await respond(request, server, jobs, answer, stream=body.stream is True, large=False)
 

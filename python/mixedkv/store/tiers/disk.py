@@ -200,6 +200,8 @@ def make_own_folder(path: Path) -> None:
     Raises:
         PermissionError: it is another user's, or others may write to it.
     """
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "a folder is needed, this is a file", str(path))
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     check_folder(path)
 
