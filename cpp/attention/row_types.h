@@ -16,13 +16,19 @@ struct type_constant {
     static constexpr row_type value = type;
 };
 
-// The integers of tc3 as nibbles, which x86 bodies make of rows before they multiply (x86/open_tc3.h): 16 bytes for 32
-// elements, without scales. No segment has it.
-constexpr row_type opened_tc3 = row_type(int(row_type::other) + 1);
+// The integers of tc3 as nibbles and those of q5_0 as bytes, which x86 bodies make of rows before they multiply
+// (x86/open_rows.h), without scales. No segment has them.
+constexpr row_type opened_tc3  = row_type(int(row_type::other) + 1);
+constexpr row_type opened_q5_0 = row_type(int(row_type::other) + 2);
 
 // Whose scales go with the integers
 constexpr row_type stored_type(row_type t) {
-    return t == opened_tc3 ? row_type::tc3 : t;
+    return t == opened_tc3 ? row_type::tc3 : t == opened_q5_0 ? row_type::q5_0 : t;
+}
+
+// Of 32 elements; 0: the type is multiplied as it is stored
+constexpr int opened_bytes(row_type t) {
+    return t == opened_tc3 ? 16 : t == opened_q5_0 ? 32 : 0;
 }
 
 // A block of 32 elements: F16 scale d first, then the high bits of 5, then either 32 integers or 16 bytes of nibbles,
@@ -54,7 +60,7 @@ constexpr int scale_at(row_type t, int b) {
 }
 
 constexpr int integers_at(row_type t, int b) {
-    return t == opened_tc3 ? 16 * b : scale_at(t, b) + 2 + 32 * b % block_elements(t) / 2;
+    return opened_bytes(t) > 0 ? opened_bytes(t) * b : scale_at(t, b) + 2 + 32 * b % block_elements(t) / 2;
 }
 
 // Values of nibbles

@@ -4,7 +4,7 @@
 
 #include "attention/row_types.h"
 
-#include "attention/x86/open_tc3.h"
+#include "attention/x86/open_rows.h"
 
 #include <immintrin.h>
 
@@ -167,25 +167,10 @@ struct avx2 : plain_blocks {
         look_up<tc3_values>(scale_of(p), opened + 16, out + 32);
     }
 
-    // As that of plain_blocks: a bit of `high` is the fifth of its element
-    static void unpack_fives(float d, uint32_t high, const char * nibbles, float * out) {
-        const __m256i byte  = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-        const __m256i bit   = _mm256_set1_epi64x(int64_t(0x8040201008040201));
-        const __m256i has   = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(int(high)), byte), bit);
-        const __m256i fifth = _mm256_and_si256(_mm256_cmpeq_epi8(has, bit), _mm256_set1_epi8(16));
-        const __m128i x     = _mm_loadu_si128(reinterpret_cast<const __m128i *>(nibbles));
-        const __m256i both  = _mm256_set_m128i(_mm_srli_epi16(x, 4), x);
-
-        alignas(32) uint8_t n[32];
-        _mm256_store_si256(reinterpret_cast<__m256i *>(n),
-                           _mm256_or_si256(_mm256_and_si256(both, _mm256_set1_epi8(15)), fifth));
-        for (int i = 0; i < 32; i += 8) {
-            const __m128i eight = _mm_loadl_epi64(reinterpret_cast<const __m128i *>(n + i));
-            store(out + i, fma(_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(eight)), set(d), set(-16.0f * d)));
-        }
-    }
     static void unpack(type_constant<row_type::q5_0>, const char * p, float * out) {
-        unpack_fives(half_at(p), bits(p + 2), p + 6, out);
+        const __m256i x = open_block_q5_0(p);
+        scaled(_mm256_castsi256_si128(x), set(scale_of(p)), out);
+        scaled(_mm256_extracti128_si256(x, 1), set(scale_of(p)), out + 16);
     }
 
     // out[j * out_stride + i] = in[i * in_stride + j] for 8 x 8

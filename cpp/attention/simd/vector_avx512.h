@@ -4,7 +4,7 @@
 
 #include "attention/row_types.h"
 
-#include "attention/x86/open_tc3.h"
+#include "attention/x86/open_rows.h"
 
 #include <immintrin.h>
 

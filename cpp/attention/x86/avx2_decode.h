@@ -150,16 +150,16 @@ struct avx2_integers {
         alignas(32) float scales[16];
         L::store(scales, L::load_half(halves));
         L::store(scales + 8, L::load_half(halves + 8));
-        score_block<type>(x, scales, q, rows, s);
+        with_rows(rows, [&](auto R) { score_rows<type, R>(x, scales, q, s); });
     }
-    template <row_type type>
-    static void score_block(const columns_of_block & x, const float * scales, const quad & q, int rows, float * s) {
-        ints8 sums[4][2];
-        for (int r = 0; r < 4; r++) {
+    template <row_type type, int R>
+    static void score_rows(const columns_of_block & x, const float * scales, const quad & q, float * s) {
+        ints8 sums[R][2];
+        for (int r = 0; r < R; r++) {
             sums[r][0] = sums[r][1] = ints8(_mm256_set1_epi32(unsigned_nibbles<type>() ? -8 * q.sum[r] : 0));
         }
         for (int i = 0; i < 16; i++) {
-            for (int r = 0; r < 4; r++) {
+            for (int r = 0; r < R; r++) {
                 const __m256i y = _mm256_set1_epi32(q.ints[i][r]);
                 sums[r][0]      = dot(sums[r][0], x[i][0], y);
                 sums[r][1]      = dot(sums[r][1], x[i][1], y);
@@ -167,7 +167,7 @@ struct avx2_integers {
         }
         for (int half = 0; half < 2; half++) {
             const __m256 d = L::load(scales + 8 * half);
-            for (int r = 0; r < rows; r++) {
+            for (int r = 0; r < R; r++) {
                 float * to = s + r * key_block + 8 * half;
                 L::store(
                     to, L::fma(L::mul(d, L::set(q.scale[r])), _mm256_cvtepi32_ps(__m256i(sums[r][half])), L::load(to)));

@@ -40,7 +40,7 @@ struct avx2_prefill {
                 L::store(four + r * key_block + 8, L::zero());
             }
             for (int b = 0; b < n_blocks; b++) {
-                avx2_integers::score_block<type>(keys[g * n_blocks + b], scales[b] + 16 * g, quads[b], 4, four);
+                avx2_integers::score_rows<type, 4>(keys[g * n_blocks + b], scales[b] + 16 * g, quads[b], four);
             }
             for (int r = 0; r < R; r++) {
                 std::memcpy(s + r * key_block + 16 * g, four + (row + r) % 4 * key_block, 16 * sizeof(float));

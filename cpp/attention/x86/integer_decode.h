@@ -6,7 +6,7 @@
 #pragma once
 
 #include "integers.h"
-#include "open_tc3.h"
+#include "open_rows.h"
 
 namespace mixedkv {
 namespace {
@@ -44,14 +44,18 @@ struct key_groups {
 using key_pairs = key_groups<2>;
 
 constexpr bool has_integers_or_opened(row_type type) {
-    return has_integers(type) || type == row_type::tc3;
+    return has_integers(type) || type == row_type::tc3 || type == row_type::q5_0;
 }
 
-// As with_integers, for tc3 as well, whose rows are opened first
+// As with_integers, for those as well whose rows are opened first
 template <class F>
 bool with_integers_or_opened(row_type type, F f) {
     if (type == row_type::tc3) {
         f(type_constant<opened_tc3>{});
+        return true;
+    }
+    if (type == row_type::q5_0) {
+        f(type_constant<opened_q5_0>{});
         return true;
     }
     return with_integers(type, f);
@@ -100,11 +104,11 @@ struct integer_decode {
     // be opened first is then in `opened`
     template <row_type type>
     static const char * opened_rows(const char * p, int64_t & row, int n, int n_blocks, char * opened) {
-        if constexpr (type == opened_tc3) {
+        if constexpr (opened_bytes(type) > 0) {
             for (int i = 0; i < n; i++) {
-                open_row_tc3(p + i * row, n_blocks / 2, opened + 16 * n_blocks * i);
+                open_row(type_constant<type>{}, p + i * row, n_blocks, opened + opened_bytes(type) * n_blocks * i);
             }
-            row = 16 * n_blocks;
+            row = opened_bytes(type) * n_blocks;
             return opened;
         }
         return p;
@@ -117,7 +121,7 @@ struct integer_decode {
         const int              n_blocks = w.args->d_k / 32;
         constexpr row_type     stored   = stored_type(type);
         char                   local[16 * max_row_bytes];
-        alignas(64) char       opened[type == opened_tc3 ? 16 * 16 * 256 / 32 : 1];
+        alignas(64) char       opened[1 + 16 * opened_bytes(type) * 256 / 32];
         key_scales             scales;
         columns_of_block       x;
         for (int j = 0; j < span.n; j += 16) {
@@ -263,7 +267,7 @@ struct integer_decode {
             constexpr row_type stored   = stored_type(type);
             int64_t            bytes    = rows.row;
             const char *       p        = key_row(rows, span.first, head) + scale_at(stored, 4 * g);
-            alignas(64) char   opened[type == opened_tc3 ? key_block * 64 : 1];
+            alignas(64) char   opened[1 + key_block * opened_bytes(type) * 4];
             scales.load_all<stored>(p, bytes, span.n, n_blocks);
             const char * ints = opened_rows<type>(p, bytes, span.n, n_blocks, opened);
             if constexpr (Body::in_bytes) {

@@ -43,7 +43,7 @@ struct integer_prefill {
         const int              n_blocks    = w.args->d_k / 32;
         constexpr row_type     stored      = stored_type(type);
         char                   local[16 * rows::max_row_bytes];
-        alignas(64) char       opened[type == opened_tc3 ? 16 * 16 * 256 / 32 : 1];
+        alignas(64) char       opened[1 + 16 * opened_bytes(type) * 256 / 32];
         key_scales             scales;
         prefetcher             ahead(w, stored_rows, span, head, key_block);
         for (int j = 0; j < span.n; j += 16) {
@@ -76,7 +76,7 @@ struct integer_prefill {
             const int        n_blocks = left < 4 ? left : 4;
             int64_t          bytes    = stored_rows.row;
             const char *     p        = key_row(stored_rows, span.first, head) + scale_at(stored, 4 * g);
-            alignas(64) char opened[type == opened_tc3 ? key_block * 64 : 1];
+            alignas(64) char opened[1 + key_block * opened_bytes(type) * 4];
             key_scales       scales;
             scales.load_all<stored>(p, bytes, span.n, n_blocks);
             state.v[g]        = value_scales(scales);

@@ -42,13 +42,21 @@ struct integer_rows<row_type::tc3> {
 };
 
 template <>
+struct integer_rows<row_type::q5_0> {
+    static constexpr bool nibbles = false;
+};
+
+template <>
+struct integer_rows<opened_q5_0> : integer_rows<row_type::q8_0> {};
+
+template <>
 struct integer_rows<opened_tc3> : tc3_values {
     static constexpr bool nibbles = true;
     static constexpr bool even    = false;
     static constexpr int  offset  = 128;
 };
 
-// tc3 has integers too, but only when it is opened: see integer_decode.h
+// Those of tc3 and q5_0 are opened first: see integer_decode.h
 constexpr bool has_integers(row_type type) {
     return type == row_type::q8_0 || type == row_type::q4_0 || type == row_type::lm4;
 }

@@ -93,9 +93,9 @@ int main(int argc, char ** argv) {
         return 77;
     }
     int failures = 0;
-    std::printf("%s, relative RMS error\n%6s %9s %7s %9s | %9s %9s %9s %9s %9s %9s %9s %9s\n", mixedkv::attention_isa(),
-                "keys", "score std", "queries", "F16 flash", "f16", "q8_0", "q4_0", "lm4", "tc3", "q8_0 by 8",
-                "q4_0 by 8", "tc3 by 8");
+    std::printf("%s, relative RMS error\n%6s %9s %7s %9s | %9s %9s %9s %9s %9s %9s %9s %9s %9s\n",
+                mixedkv::attention_isa(), "keys", "score std", "queries", "F16 flash", "f16", "q8_0", "q5_0", "q4_0",
+                "lm4", "tc3", "q8_0 by 8", "q4_0 by 8", "tc3 by 8");
     for (int64_t keys : { 64, 1024, 4096, 16384 }) {
         for (float score_std : { 2.0f, 4.0f }) {
             for (int queries : { 1, 12 }) {       // decode and prefill
@@ -105,7 +105,8 @@ int main(int argc, char ** argv) {
                 const test::problem flash = make(row_type::f16, keys, score_std, queries);
                 const double        bound = relative_error(f16_flash_attention(flash), flash.reference());
                 std::printf("%6lld %9g %7d %9.1e |", (long long)keys, double(score_std), queries, bound);
-                for (row_type type : { row_type::f16, row_type::q8_0, row_type::q4_0, row_type::lm4, row_type::tc3 }) {
+                for (row_type type :
+                     { row_type::f16, row_type::q8_0, row_type::q5_0, row_type::q4_0, row_type::lm4, row_type::tc3 }) {
                     test::problem p = make(type, keys, score_std, queries);
                     test::run({ p.args() }, 2);
                     const double error = relative_error(p.out, p.reference());

@@ -38,7 +38,7 @@ int64_t padded(int64_t n) {
 
 // long_head: the size of heads, 0: of those that have the same bits
 prompt random_prompt(test::rng & r, int long_head) {
-    const std::vector<row_type> types{ row_type::q4_0, row_type::q8_0, row_type::lm4, row_type::tc3 };
+    const std::vector<row_type> types{ row_type::q4_0, row_type::q5_0, row_type::q8_0, row_type::lm4, row_type::tc3 };
     const std::vector<int>      lengths{ 40, 200, 500, 1100, 2600 };
     const int                   n         = 1 + r.below(r.pick(lengths));
     const int                   n_head_kv = r.pick<int>({ 1, 2, 3 });

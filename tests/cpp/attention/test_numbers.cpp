@@ -56,7 +56,8 @@ void fill(test::rows & rows, int64_t row, uint16_t half) {
 
 // The last key is seen by the last query alone, and lies in one block with keys that all see.
 void hidden_extremes_do_not_reach_other_queries() {
-    for (const row_type type : { row_type::f16, row_type::q8_0, row_type::q4_0, row_type::lm4, row_type::tc3 }) {
+    for (const row_type type :
+         { row_type::f16, row_type::q8_0, row_type::q5_0, row_type::q4_0, row_type::lm4, row_type::tc3 }) {
         for (const int n_queries : { 2, 5, 16, 40 }) {
             for (const uint16_t half : { 0x7bff, 0xfbff, 0x0001, 0x8001, 0x0000 }) { // +-65504, denormals, 0
                 test::rng     r(11);
@@ -76,7 +77,8 @@ void hidden_extremes_do_not_reach_other_queries() {
 }
 
 void nan_in_a_query_stays_in_its_row() {
-    for (const row_type type : { row_type::f16, row_type::q8_0, row_type::q4_0, row_type::lm4, row_type::tc3 }) {
+    for (const row_type type :
+         { row_type::f16, row_type::q8_0, row_type::q5_0, row_type::q4_0, row_type::lm4, row_type::tc3 }) {
         for (const int n_queries : { 1, 5, 16, 40 }) {
             for (const float odd : { NAN, INFINITY }) {
                 test::rng     r(12);
@@ -103,7 +105,8 @@ void nan_in_a_query_stays_in_its_row() {
 
 // Too small for a scale that makes integers of it
 void queries_near_zero() {
-    for (const row_type type : { row_type::f16, row_type::q8_0, row_type::q4_0, row_type::lm4, row_type::tc3 }) {
+    for (const row_type type :
+         { row_type::f16, row_type::q8_0, row_type::q5_0, row_type::q4_0, row_type::lm4, row_type::tc3 }) {
         for (const int n_queries : { 1, 40 }) {
             for (const float size : { 0.0f, 1e-44f, 1e-38f, 1e-33f }) {
                 test::rng     r(14);
@@ -122,7 +125,8 @@ void queries_near_zero() {
 
 // e^2x overflows from 44.4 times the cap on
 void scores_far_beyond_the_soft_cap() {
-    for (const row_type type : { row_type::f16, row_type::q8_0, row_type::q4_0, row_type::lm4, row_type::tc3 }) {
+    for (const row_type type :
+         { row_type::f16, row_type::q8_0, row_type::q5_0, row_type::q4_0, row_type::lm4, row_type::tc3 }) {
         for (const int n_queries : { 1, 40 }) {
             for (const float times : { 1.0f, 20.0f, 30.0f, 60.0f, 1000.0f }) {
                 test::rng     r(13);

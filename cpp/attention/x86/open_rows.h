@@ -1,4 +1,4 @@
-// The integers of tc3 as nibbles, which x86 bodies make of a block of keys before they multiply (opened_tc3).
+// The integers of tc3 as nibbles and of q5_0 as bytes, which x86 bodies make of a block of keys before they multiply.
 
 #pragma once
 
@@ -58,15 +58,36 @@ inline void open_two_blocks_tc3(const char * blocks, char * out) {
 }
 #endif
 
-inline void open_row_tc3(const char * row, int n_blocks, char * out) {
+// n times 32 elements
+inline void open_row(type_constant<opened_tc3>, const char * row, int n, char * out) {
     int b = 0;
 #ifdef __AVX512VBMI__
-    for (; b + 1 < n_blocks; b += 2) {
-        open_two_blocks_tc3(row + b * TC3_BYTES, out + 32 * b);
+    for (; b + 3 < n; b += 4, row += 2 * TC3_BYTES) {
+        open_two_blocks_tc3(row, out + 16 * b);
     }
 #endif
-    for (; b < n_blocks; b++) {
-        open_block_tc3(row + b * TC3_BYTES, out + 32 * b);
+    for (; b < n; b += 2, row += TC3_BYTES) {
+        open_block_tc3(row, out + 16 * b);
+    }
+}
+
+// Nibbles whose fifth bits come before them; less 16 is what lacks one
+inline __m256i open_block_q5_0(const char * block) {
+    const __m256i byte = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i bit  = _mm256_set1_epi64x(int64_t(0x8040201008040201));
+    int32_t       high;
+    std::memcpy(&high, block + 2, 4);
+    const __m256i has  = _mm256_and_si256(_mm256_shuffle_epi8(_mm256_set1_epi32(high), byte), bit);
+    const __m256i less = _mm256_andnot_si256(_mm256_cmpeq_epi8(has, bit), _mm256_set1_epi8(-16));
+    const __m128i x    = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 6));
+    const __m256i both = _mm256_set_m128i(_mm_srli_epi16(x, 4), x);
+    return _mm256_or_si256(_mm256_and_si256(both, _mm256_set1_epi8(15)), less);
+}
+
+inline void open_row(type_constant<opened_q5_0>, const char * row, int n, char * out) {
+    for (int b = 0; b < n; b++) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i *>(out) + b,
+                            open_block_q5_0(row + b * block_bytes(row_type::q5_0)));
     }
 }
 
