@@ -18,7 +18,7 @@ from support.fresh_context import FreshContext
 N_CTX = 2048
 # of a logarithm of a sum, and of rows in F16. An element of a Q4_0 row on another level changes 1e-3
 ROUNDING = 1e-4
-KINDS = ("mixed", "f16:attention=fused", "q8_0:attention=fused")
+KINDS = ("mixed", "q8_0:attention=fused")  # F16 rows in the place of cold ones depend on how a prompt is cut
 
 ISA = _core.version()["isa"]
 

@@ -78,6 +78,12 @@ def test_rows_that_are_vouched_for_are_those_of_a_fresh_context(
     assert tally.n_answers >= 5
 
 
+@pytest.mark.parametrize("cold", ["q5_0", "lm4", "tc3"])
+def test_rows_of_other_types_have_their_bits_too(cold: str, zoo_q4_1_path: Callable[[str], Path]) -> None:
+    kv, path = f"mixed:threshold=16,group=8,sinks=4,cold={cold}", zoo_q4_1_path("gemma2")
+    assert play(path, kv, swa_full=False, n_seq=3, unified=True, seed=1, n=80).n_rows > 500
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("kv", KINDS)
 def test_twenty_thousand_operations(kv: str, zoo_q4_1_path: Callable[[str], Path]) -> None:
