@@ -61,7 +61,7 @@ def play(
     options: dict[str, Any] = {"n_ctx": N_CTX, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
     options |= {"n_batch": 32, "swa_full": swa_full, "n_windows": n_windows}
     llm = Llama(path, kv=kv, n_seq_max=n_seq, kv_unified=True, **options)
-    with llm, fresh.llm, PromptCache(llm, store, parallel=min(2, n_seq)) as cache:
+    with llm, fresh.llm, PromptCache(llm, store, parallel=min(2, n_seq - 1)) as cache:
         todo = prompts(rng, n, llm.n_vocab())
         while todo:
             n_at_once = rng.randint(1, 2)
