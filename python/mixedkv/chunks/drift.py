@@ -42,6 +42,8 @@ _FAR = 1024  # tokens before a piece whose changes are used for it
 # median; turned to the next position by .22, and rows of other tokens by .8 in K and 1.2 in V. Context
 # changes rows of other layers by their own size and more.
 _FIRST_K, _FIRST_V, _OTHER = 0.16, 0.6, 3.0
+_FIRST_PIECE, _GROWTH = 32, 4
+_KEPT_AS_THEY_ARE = 1 / 2  # of the layers, the first ones: their rows carry little of the error
 _LEAST = 8  # fewest evaluated rows that allow a conclusion about a passage
 
 
@@ -50,12 +52,18 @@ def pieces(n: int) -> list[tuple[int, int]]:
     other. They grow with the distance from the beginning, as changes fade, up to the number of F32 rows that
     may be in memory.
     """
-    edges, size = [0], 16
+    edges, size = [0], _FIRST_PIECE
     while edges[-1] + size + size // 2 < n:
         edges.append(edges[-1] + size)
-        size = min(2 * size, 512)
+        size = min(_GROWTH * size, 512)
     edges.append(n)
     return list(pairwise(edges))
+
+
+def corrected_layers(kv: KVCache) -> list[LayerView]:
+    """Return the layers whose rows are corrected, and the first one, which is looked at for damage."""
+    layers = [layer.il for layer in kv.layers]
+    return [kv.layer(il) for il in (layers[0], *layers[max(1, int(_KEPT_AS_THEY_ARE * len(layers))) :])]
 
 
 class Drift:
@@ -64,17 +72,19 @@ class Drift:
 
     Args:
         kv: the cache.
+        views: its layers that are corrected, see `corrected_layers`.
         seq: the sequence.
         begin, end: positions of the passage.
         chosen: which of its tokens will be evaluated, bool [end - begin].
     """
 
-    def __init__(self, kv: KVCache, seq: int, begin: int, end: int, chosen: Mask) -> None:
+    def __init__(
+        self, kv: KVCache, views: Sequence[LayerView], seq: int, begin: int, end: int, chosen: Mask
+    ) -> None:
         self._kv, self._seq, self._begin, self._chosen = kv, seq, begin, chosen
-        self._at = np.flatnonzero(chosen)
-        views = {layer.il: kv.layer(layer.il) for layer in kv.layers}
+        self._at, self._n_noted = np.flatnonzero(chosen), 0
         with _blas().limit(limits=1):
-            self._layers = {il: _Layer(view, seq, begin, end, chosen) for il, view in views.items()}
+            self._layers = {view.info.il: _Layer(view, seq, begin, end, chosen) for view in views}
 
     def correct(self, tokens: Tokens, low: int, high: int) -> None:
         """Correct each row of [low, high) that was not chosen, by the changes of the chosen rows up to
@@ -93,6 +103,7 @@ class Drift:
         rows = {il: layer.read(self._seq, p0, p1) for il, layer in self._layers.items()}
         for il, layer in self._layers.items():
             layer.note(part, rows[il][mask])
+        self._n_noted = part.stop
         self._check()
         near = (self._at < high) & (self._at >= low - _FAR)
         stay = np.flatnonzero(~mask)
@@ -107,7 +118,11 @@ class Drift:
         block = self._kv.export(self._seq, p0, p1, tokens[low:high])
         groups = tuple(
             replace(
-                group, layers=tuple(self._layers[each.il].put(each, rows[each.il]) for each in group.layers)
+                group,
+                layers=tuple(
+                    self._layers[each.il].put(each, rows[each.il]) if each.il in rows else each
+                    for each in group.layers
+                ),
             )
             for group in block.without_hot().groups
         )
@@ -115,16 +130,19 @@ class Drift:
 
     def _check(self) -> None:
         """Raise DamagedRowsError if rows changed more than another context can change them."""
+        if self._n_noted < _LEAST:
+            return
         first = min(self._layers)
-        for il, layer in self._layers.items():
-            for which, off in zip("KV", layer.off, strict=False):
+        off = np.median([layer.off[:, : self._n_noted] for layer in self._layers.values()], axis=2)
+        for il, each in zip(self._layers, off, strict=True):
+            for which, size in zip("KV", each, strict=False):
                 bound = _OTHER if il != first else _FIRST_K if which == "K" else _FIRST_V
-                if len(off) >= _LEAST and not np.median(off) <= bound:  # NaN and infinity are damage too
+                if not size <= bound:  # NaN and infinity are damage too
                     passage = f"[{self._begin}, {self._begin + len(self._chosen)})"
                     raise DamagedRowsError(
-                        f"{which} of the passage at {passage} in layer {il} is off by {np.median(off):.2g} "
-                        f"of its size where it was evaluated, and sound rows are by {bound:g} at most: the "
-                        f"rows are damaged, another text's, or of other positions"
+                        f"{which} of the passage at {passage} in layer {il} is off by {size:.2g} of its size "
+                        f"where it was evaluated, and sound rows are by {bound:g} at most: the rows are "
+                        f"damaged, another text's, or of other positions"
                     )
 
 
@@ -162,7 +180,7 @@ class _Layer:
     A row is K and behind it V, where the layer has any, as the model computes them.
 
     Attributes:
-        off: changes by the size of the evaluated row, of K and of V.
+        off: changes by the size of the evaluated row, of K and of V, float32 [1 or 2, n chosen].
     """
 
     def __init__(self, view: LayerView, seq: int, begin: int, end: int, chosen: Mask) -> None:
@@ -172,7 +190,7 @@ class _Layer:
         self._middle = self._before.mean(axis=0) if len(self._before) else 0.0
         self._units = self._unit(self._before)
         self._alike = self._units @ self._units.T
-        self.off: list[list[float]] = [[] for _ in self._split(self._before)]
+        self.off: Rows = np.zeros((2 if view.info.head_size_v else 1, len(self._before)), np.float32)
 
     def read(self, seq: int, p0: int, p1: int) -> Rows:
         """Return the rows at [p0, p1) of a sequence."""
@@ -187,7 +205,7 @@ class _Layer:
             self.off, self._split(self._change[part]), self._split(rows), strict=True
         ):
             size = np.maximum(np.linalg.norm(now, axis=1), 1e-9)
-            off.extend((np.linalg.norm(change, axis=1) / size).tolist())
+            off[part] = np.linalg.norm(change, axis=1) / size
 
     def moves(self, rows: Rows, near: Mask, among: _Places, to_rows: _Places) -> Rows:
         """Return the estimated changes of rows, given the changes of the chosen rows that are `near`.

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.chunks.deviation import last_logits
-from mixedkv.chunks.drift import Drift, pieces
+from mixedkv.chunks.drift import Drift, corrected_layers, pieces
 from mixedkv.chunks.plan import Segment, covered
 from mixedkv.chunks.repair import Mask, Method, at_seams, most, spread, worth
 from mixedkv.kv.block import KVBlock
@@ -27,6 +27,7 @@ _T = TypeVar("_T")
 _Work: TypeAlias = Generator[None, None, _T]  # yields after each piece
 _QUESTION = 64  # most tokens at the end of the prompt that choose the others
 _DRAFT = 8  # tokens generated after it that choose, too
+_TOGETHER = 512  # tokens of two passages whose choice is evaluated at once
 # Attention to a token counts for the next one, itself, and those before it, which tell what it refers to:
 # if these stay unrepaired, the repaired token states the wrong thing more clearly.
 _NEAR = (0.2, 1.0, 0.75, 0.5, 0.35, 0.15)
@@ -89,22 +90,31 @@ class Stitch:
         chosen = yield from self._choose(wanted)
         self.kept = self._reused & ~chosen
         begin = self._n_exact
-        for segment in self._segments if self._method.repair == "query" else ():
-            yield from self._correct(begin, segment, chosen[segment.begin : segment.end])
-            begin = segment.end
+        if self._method.repair == "query":
+            begin = yield from self._correct(begin, chosen)
         yield from self._replace(begin, len(self._tokens) - 1)
 
-    def _correct(self, begin: int, segment: Segment, chosen: Mask) -> _Work[None]:
-        """From `begin` to the end of a segment, evaluate the tokens that are not kept and correct the others,
-        piece by piece, so that the next tokens attend to corrected rows.
+    def _correct(self, begin: int, chosen: Mask) -> _Work[int]:
+        """From `begin` on, evaluate the tokens that are not kept and correct the others, piece by piece, so
+        that the next tokens attend to corrected rows. The last piece of a passage is evaluated with the first
+        one of the next. Return the end of the last passage.
         """
-        tokens = self._tokens[segment.begin : segment.end]
-        drift = Drift(self._llm.kv, self._seq, segment.begin, segment.end, chosen)
-        for low, high in pieces(len(segment)):
-            yield from self._replace(begin, segment.begin + high)
-            drift.correct(tokens, low, high)
-            begin = segment.begin + high
-            yield
+        kv, seq, tokens = self._llm.kv, self._seq, self._tokens
+        views, due = corrected_layers(kv), list[tuple[Drift, Segment, int, int]]()
+        for i, segment in enumerate(self._segments):
+            drift = Drift(kv, views, seq, segment.begin, segment.end, chosen[segment.begin : segment.end])
+            for low, high in pieces(len(segment)):
+                due.append((drift, segment, low, high))
+                n = sum(p1 - p0 for *_, p0, p1 in due)
+                if high == len(segment) and i + 1 < len(self._segments) and n < _TOGETHER:
+                    continue
+                yield from self._replace(begin, segment.begin + high)
+                begin = segment.begin + high
+                for one, where, p0, p1 in due:
+                    one.correct(tokens[where.begin : where.end], p0, p1)
+                    yield
+                due.clear()
+        return begin
 
     def _replace(self, begin: int, end: int) -> _Work[None]:
         """Evaluate the tokens of [begin, end) that are not kept."""

@@ -11,7 +11,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.chunks import ChunkCache
 from mixedkv.chunks.donors import DonorIndex
-from mixedkv.chunks.drift import DamagedRowsError, Drift, _with_rows
+from mixedkv.chunks.drift import DamagedRowsError, Drift, _with_rows, corrected_layers
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import KVStore
 from mixedkv_bench.harness.real_text import read_real_text
@@ -56,7 +56,7 @@ def test_rows_that_were_not_chosen_come_nearer(cold: str) -> None:
     with open_llama(f"mixed:cold={cold}", n_ctx=512) as llm:
         tokens = place(llm, tokens_of(llm)[90:120])
         moved = rows_of(llm)
-        drift = Drift(llm.kv, 0, BEGIN, END, CHOSEN)
+        drift = Drift(llm.kv, corrected_layers(llm.kv), 0, BEGIN, END, CHOSEN)
         evaluate_chosen(llm, tokens)
         drift.correct(tokens[BEGIN:END], 0, END - BEGIN)
         corrected = rows_of(llm)
@@ -76,7 +76,7 @@ def test_without_a_change_rows_stay_to_the_bit(kv: str) -> None:
     with open_llama(kv, n_ctx=512) as llm:
         tokens = place(llm, tokens_of(llm)[:BEGIN])
         before = llm.kv.export(0, 0, END, tokens[:END])
-        drift = Drift(llm.kv, 0, BEGIN, END, CHOSEN)
+        drift = Drift(llm.kv, corrected_layers(llm.kv), 0, BEGIN, END, CHOSEN)
         drift.correct(tokens[BEGIN:END], 0, END - BEGIN)
         after = llm.kv.export(0, 0, END, tokens[:END])
         for layer, other in zip(before.groups[0].layers, after.groups[0].layers, strict=True):
@@ -91,7 +91,7 @@ def test_damage_is_told_from_another_context(cold: str, damage: str) -> None:
         tokens = place(llm, tokens_of(llm)[90:120])
         if damage:
             spoil(llm, tokens, damage, random)
-        drift = Drift(llm.kv, 0, BEGIN, END, CHOSEN)
+        drift = Drift(llm.kv, corrected_layers(llm.kv), 0, BEGIN, END, CHOSEN)
         evaluate_chosen(llm, tokens)
         if damage:
             with pytest.raises(DamagedRowsError, match="in layer"):
