@@ -147,6 +147,7 @@ def measure(bench: Bench) -> None:
 def _open(path: Path, setting: Setting, n_ctx: int, threads: int) -> Llama:
     """Raises CannotRunError if the model cannot have this cache, or there is no memory for it."""
     options: dict[str, Any] = {"n_threads": threads, "n_threads_batch": threads, "verbose": False}
+    options["swa_full"] = True  # passages are moved
     try:
         return Llama(path, kv=setting.kv, n_ctx=n_ctx, flash_attn=setting.flash_attn, **options)
     except ValueError as error:
