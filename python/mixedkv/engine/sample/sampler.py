@@ -36,7 +36,7 @@ class TokenLogprob:
 
 
 class Sampler:
-    """What chooses one answer's tokens. It can be made on any thread and is used by one at a time.
+    """The choice of one answer's tokens. It can be made on any thread and is used by one at a time.
 
     Args:
         matcher: matcher of `sampling.constraint`, used by this answer alone.
