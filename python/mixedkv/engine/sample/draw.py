@@ -48,7 +48,7 @@ class Draw:
         return i if left is None else int(left[i])
 
     def _uniform(self) -> float:
-        """Return a number from 0 to 1, made of two of the generator's as `std::uniform_real_distribution` does."""
+        """Return a number from 0 to 1, made of two others as `std::uniform_real_distribution` does."""
         low, high = np.frombuffer(self._random.bytes(8), "<u4").tolist()
         return min(float(low + (high << 32)) / 2.0**64, 1.0 - 2.0**-53)
 
