@@ -239,8 +239,8 @@ def test_a_failed_evaluation_is_an_error_and_no_end(direct: Direct, monkeypatch:
 
 def test_what_does_not_fit_is_refused(direct: Direct) -> None:
     n_ctx = direct.engine.n_ctx
-    for n in (0, n_ctx):
-        with pytest.raises(ValueError, match="tokens"):
+    for n, message in ((0, "the prompt is empty"), (n_ctx, f"has {n_ctx} tokens")):
+        with pytest.raises(ValueError, match=message):
             direct.start([5] * n)
 
 
