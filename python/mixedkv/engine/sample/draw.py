@@ -5,6 +5,9 @@ Of 262,144 tokens llama.cpp sorts all where a nucleus has more than 256, and tak
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import numpy.typing as npt
 
@@ -24,6 +27,13 @@ class Draw:
 
     def __init__(self, sampling: Sampling) -> None:
         self._sampling = sampling
+        self._cuts: list[Callable[[Floats], Places]] = []  # in llama.cpp's order
+        if sampling.top_k > 0:
+            self._cuts.append(partial(_largest, k=sampling.top_k))
+        if sampling.top_p < 1:
+            self._cuts.append(partial(_nucleus, p=sampling.top_p))
+        if sampling.min_p > 0:
+            self._cuts.append(partial(_near_the_likeliest, p=sampling.min_p))
         self._random = np.random.RandomState(sampling.seed & 0xFFFFFFFF)  # std::mt19937's numbers
 
     @staticmethod
@@ -43,7 +53,8 @@ class Draw:
         best = int(logits.argmax())
         if self._sampling.greedy or not np.isfinite(logits[best]):
             return best
-        left, x = self._cut(logits)
+        left = self._cut(logits)
+        x = logits if left is None else logits[left]
         i = _pick(_weights(x, self._sampling.temperature), self._uniform())
         return i if left is None else int(left[i])
 
@@ -52,19 +63,13 @@ class Draw:
         low, high = np.frombuffer(self._random.bytes(8), "<u4").tolist()
         return min(float(low + (high << 32)) / 2.0**64, 1.0 - 2.0**-53)
 
-    def _cut(self, logits: Floats) -> tuple[Places | None, Floats]:
-        """Return the places of what is left to draw from, None for all, and its logits."""
-        s, left, x = self._sampling, None, logits
-        if s.top_k > 0:
-            left = _largest(logits, s.top_k)
-            x = logits[left]
-        if s.top_p < 1:
-            kept = _nucleus(x, s.top_p)
+    def _cut(self, logits: Floats) -> Places | None:
+        """Return the places of what is left to draw from, None for all."""
+        left, x = None, logits
+        for cut in self._cuts:
+            kept = cut(x)
             left, x = kept if left is None else left[kept], x[kept]
-        if s.min_p > 0:
-            kept = np.flatnonzero(x >= x.max() + np.float32(np.log(s.min_p)))
-            left, x = kept if left is None else left[kept], x[kept]
-        return left, x
+        return left
 
 
 def _weights(x: Floats, temperature: float = 1.0) -> Floats:
@@ -77,20 +82,24 @@ def _weights(x: Floats, temperature: float = 1.0) -> Floats:
 
 
 def _pick(weights: Floats, u: float) -> int:
-    """Return the first place up to which the weights have a share of `u`."""
-    first = 0
-    if len(weights) > 2 * _BLOCK:  # the block first
-        sums = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64).cumsum()
-        wanted = u * sums[-1]
-        block = min(int(np.searchsorted(sums, wanted)), len(sums) - 1)
-        first = block * _BLOCK
-        wanted -= sums[block - 1] if block else 0.0
-        weights = weights[first : first + _BLOCK]
-        sums = weights.cumsum(dtype=np.float64)
-    else:
-        sums = weights.cumsum(dtype=np.float64)
-        wanted = u * sums[-1]
-    return first + min(int(np.searchsorted(sums, wanted)), len(sums) - 1)
+    """Return the first place up to which the weights have a share of `u`: its block first."""
+    sums = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64).cumsum()
+    wanted = u * sums[-1]
+    block = _first(sums, wanted)
+    if block:
+        wanted -= sums[block - 1]
+    begin = block * _BLOCK
+    return begin + _first(weights[begin : begin + _BLOCK].cumsum(dtype=np.float64), wanted)
+
+
+def _first(sums: npt.NDArray[np.float64], wanted: float) -> int:
+    """Return the first place whose sum is at least this, the last one where none is."""
+    return min(int(np.searchsorted(sums, wanted)), len(sums) - 1)
+
+
+def _sorted(x: Floats, places: Places) -> Places:
+    """Return places by the size of what is there, the largest first."""
+    return places[np.argsort(-x[places], kind="stable")]
 
 
 def _largest(x: Floats, k: int) -> Places:
@@ -101,7 +110,7 @@ def _largest(x: Floats, k: int) -> Places:
         places = np.flatnonzero(x >= least)
     else:
         places = np.arange(len(x))
-    return places[np.argsort(-x[places], kind="stable")[:k]]
+    return _sorted(x, places)[:k]
 
 
 def _nucleus(x: Floats, p: float) -> Places:
@@ -109,7 +118,11 @@ def _nucleus(x: Floats, p: float) -> Places:
     weights = _weights(x)
     total = weights.sum(dtype=np.float64)
     # all that have less than this together have less than 1 - p, and are left out
-    places = np.flatnonzero(weights >= total * (1.0 - p) / len(x))
-    places = places[np.argsort(-x[places], kind="stable")]
+    places = _sorted(x, np.flatnonzero(weights >= total * (1.0 - p) / len(x)))
     n = int(np.searchsorted(weights[places].cumsum(dtype=np.float64), p * total)) + 1
     return places[:n]
+
+
+def _near_the_likeliest(x: Floats, p: float) -> Places:
+    """Return the places of those that have a share `p` of the likeliest's probability or more."""
+    return np.flatnonzero(x >= x.max() + np.float32(np.log(p)))
