@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from mixedkv import Llama, _core
+from mixedkv import Llama
 from mixedkv.engine.prompt_cache import PromptCache
 from mixedkv.kv.cache import KVCache
 from mixedkv.store import KVStore
 from support.fresh_context import FreshContext
+from support.same_bits import has_same_bits
 
 N_CTX, N_TOKENS = 192, 6  # tokens of all sequences together, and of an answer
 # Weights in Q4_1 have products that do not depend on the batch. So where this cache attends an answer is that
@@ -24,13 +25,11 @@ N_CTX, N_TOKENS = 192, 6  # tokens of all sequences together, and of an answer
 NEAR, NEAR_BY_LLAMA_CPP = 1e-5, 0.5
 MODELS = ("gemma2", "gemma4", "gpt-oss")
 ALL = ("llama-64", *MODELS)
-ISA = _core.version()["isa"]
 CACHES = ("f16", "q8_0", "mixed:threshold=0,sinks=0,cold=q8_0", "mixed:threshold=16,group=8,sinks=4")
 
 
 def near(kv: str) -> float:
-    same_bits = kv.startswith("mixed") and not (ISA == "neon" or (ISA == "amx" and "q8_0" in kv))
-    return NEAR if same_bits else NEAR_BY_LLAMA_CPP
+    return NEAR if kv.startswith("mixed") and has_same_bits(kv) else NEAR_BY_LLAMA_CPP
 
 
 def prompts(rng: random.Random, n: int, n_words: int) -> list[list[int]]:

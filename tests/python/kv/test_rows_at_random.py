@@ -13,6 +13,7 @@ import pytest
 
 from mixedkv import _core
 from support.random_rows import Sizes, Subject, Tally
+from support.same_bits import has_same_bits
 
 MODELS = ("llama-64", "gemma2", "gemma4", "gpt-oss")  # plain, sliding windows of three kinds
 ISA = _core.version()["isa"]
@@ -34,8 +35,7 @@ KINDS = (
 def bounds_of(kv: str) -> tuple[float, float]:
     """Return what a row and an answer may be off by, of weights whose products with one column are ours."""
     by_llama_cpp = kv in ("f16", "q8_0")
-    other_sums = ISA == "neon" or (ISA == "amx" and "q8_0" in kv)  # docs/decisions/049
-    return ROUNDING if by_llama_cpp or other_sums else SAME_BITS
+    return SAME_BITS if has_same_bits(kv) and not by_llama_cpp else ROUNDING
 
 
 def play(
