@@ -78,12 +78,58 @@ MIXEDKV_DEVICE uint32_t shuffle_xor(uint32_t x, int mask) {
     return __shfl_xor_sync(0xffffffffu, x, mask);
 }
 
+// What the lane `from` gives
+MIXEDKV_DEVICE float shuffle(float x, int from) {
+    return __shfl_sync(0xffffffffu, x, from);
+}
+
+MIXEDKV_DEVICE uint32_t shuffle(uint32_t x, int from) {
+    return __shfl_sync(0xffffffffu, x, from);
+}
+
 MIXEDKV_DEVICE bool any_lane(bool x) {
     return __any_sync(0xffffffffu, x);
 }
 
+// A bit of each lane
+MIXEDKV_DEVICE uint32_t all_lanes(bool x) {
+    return __ballot_sync(0xffffffffu, x);
+}
+
 MIXEDKV_DEVICE uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
     return __byte_perm(low, high, selector);
+}
+
+// The same, but that nibbles of the selector may have a high bit: the sign of a byte is then all its bits.
+MIXEDKV_DEVICE uint32_t look_up_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+    uint32_t y;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(y) : "r"(low), "r"(high), "r"(selector));
+    return y;
+}
+
+// As a CPU rounds them: each by itself, subnormal numbers among them, whatever flags the compiler has
+MIXEDKV_DEVICE float exact_sum(float a, float b) {
+    float y;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+
+MIXEDKV_DEVICE float exact_product(float a, float b) {
+    float y;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+
+MIXEDKV_DEVICE float exact_quotient(float a, float b) {
+    float y;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+
+MIXEDKV_DEVICE float exact_root(float x) {
+    float y;
+    asm("sqrt.rn.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 MIXEDKV_DEVICE float exp2_of(float x) {

@@ -1,5 +1,5 @@
-// Included by ggml-cuda.cu (vendor/patches/22-cuda-attention.patch): custom nodes that ggml-cuda computes. ROCm and
-// MUSA compile that file too, and have none.
+// Included by ggml-cuda.cu (vendor/patches/22-cuda-attention.patch): custom nodes that ggml-cuda computes, and rows of
+// lm4 and tc3 that its own nodes get and set. ROCm and MUSA compile that file too, and have none.
 
 #pragma once
 
@@ -15,9 +15,9 @@ inline bool mixedkv_cuda_compute(ggml_backend_cuda_context &, ggml_tensor *) {
     return false;
 }
 #else
-// Whether the device computes this node: called by supports_op for custom nodes.
+// Whether the device computes this node by kernels of this folder: called by supports_op.
 bool mixedkv_cuda_supports(int device, const ggml_tensor * node);
 
-// Computes a custom node; false: it is none of ours. Called by ggml_cuda_compute_forward.
+// Computes such a node; false: it is none. Called by ggml_cuda_compute_forward.
 bool mixedkv_cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node);
 #endif

@@ -5,10 +5,10 @@
 
 #pragma once
 
+#include "convert.h"
 #include "decode.h"
 #include "merge.h"
 #include "prefill.h"
-#include "store.h"
 
 #include <cstddef>
 
@@ -86,26 +86,33 @@ void run_merge(Device & device, const attention_problem & p) {
     }
 }
 
-// Calls f(rows of the type): the rows that kernels take apart.
-template <class F>
+// Calls f(rows of the type), of heads of d: the rows that kernels take apart.
+template <int d, class F>
 void with_rows(stored_type type, F && f) {
-    switch (type) {
-    case stored_type::f16:
-        return f(f16_rows());
-    case stored_type::q8_0:
-        return f(q8_0_rows());
-    case stored_type::q5_0:
-        return f(q5_0_rows());
-    case stored_type::q4_0:
-        return f(q4_0_rows());
+    if constexpr (d % 64 == 0) {
+        if (type == stored_type::lm4) {
+            return f(lm4_rows());
+        }
+        if (type == stored_type::tc3) {
+            return f(tc3_rows());
+        }
+    }
+    if (type == stored_type::f16) {
+        f(f16_rows());
+    } else if (type == stored_type::q8_0) {
+        f(q8_0_rows());
+    } else if (type == stored_type::q5_0) {
+        f(q5_0_rows());
+    } else {
+        f(q4_0_rows());
     }
 }
 
 template <class Device, int d>
 void run_attention(Device & device, const attention_problem & p, stored_type k, stored_type v) {
     if (is_decode(p)) {
-        with_rows(k, [&](auto rows_k) {
-            with_rows(v, [&](auto rows_v) { run_decode<Device, decltype(rows_k), decltype(rows_v), d>(device, p); });
+        with_rows<d>(k, [&](auto rows_k) {
+            with_rows<d>(v, [&](auto rows_v) { run_decode<Device, decltype(rows_k), decltype(rows_v), d>(device, p); });
         });
     } else {
         run_prefill<Device, d>(device, p, k, v);
@@ -113,29 +120,22 @@ void run_attention(Device & device, const attention_problem & p, stored_type k, 
     run_merge<Device, d>(device, p);
 }
 
-// Calls f with the writer of the type.
-template <class F>
-void with_writer(stored_type type, F && f) {
-    switch (type) {
-    case stored_type::f16:
-        return f(f16_writer());
-    case stored_type::q8_0:
-        return f(q8_0_writer());
-    case stored_type::q5_0:
-        return f(q5_0_writer());
-    case stored_type::q4_0:
-        return f(q4_0_writer());
-    }
-}
-
 template <class Device, int d>
 void run_store(Device & device, const store_problem & p, stored_type k, stored_type v) {
-    with_writer(k, [&](auto writer_k) {
-        with_writer(v, [&](auto writer_v) {
-            device.launch({ p.n_tokens, (2 * p.n_head_kv + store_warps - 1) / store_warps, 1 }, store_warps * warp_size,
-                          size_t(0), store_kernel<decltype(writer_k), decltype(writer_v), d, d>, p);
-        });
-    });
+    device.launch({ p.n_tokens, (2 * p.n_head_kv + store_warps - 1) / store_warps, 1 }, store_warps * warp_size,
+                  size_t(0), store_kernel<d>, p, k, v);
+}
+
+template <class Device>
+void run_get(Device & device, const convert_problem & p, stored_type type) {
+    device.launch({ p.n_rows, (p.n_elements + convert_threads - 1) / convert_threads, p.n_stream }, convert_threads,
+                  size_t(0), get_kernel<0>, p, type);
+}
+
+template <class Device>
+void run_set(Device & device, const convert_problem & p, stored_type type) {
+    device.launch({ p.n_rows, (p.n_elements / 64 + store_warps - 1) / store_warps, 1 }, store_warps * warp_size,
+                  size_t(0), set_kernel<0>, p, type);
 }
 
 } // namespace cuda

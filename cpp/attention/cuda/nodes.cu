@@ -5,6 +5,8 @@
 #include "launch.h"
 #include "node_params.h"
 
+#include <optional>
+
 using namespace mixedkv::cuda;
 
 namespace mixedkv {
@@ -43,15 +45,27 @@ static bool with_head_size(int64_t d, F && f) {
     }
 }
 
-static bool is_stored_type(ggml_type type) {
-    return type == GGML_TYPE_F16 || type == GGML_TYPE_Q8_0 || type == GGML_TYPE_Q5_0 || type == GGML_TYPE_Q4_0;
+// Of the types that heads of d can have
+static std::optional<stored_type> find_stored(const ggml_tensor * rows, int64_t d) {
+    static const std::pair<int, stored_type> all[] = {
+        { GGML_TYPE_F16, stored_type::f16 },   { GGML_TYPE_Q8_0, stored_type::q8_0 },
+        { GGML_TYPE_Q5_0, stored_type::q5_0 }, { GGML_TYPE_Q4_0, stored_type::q4_0 },
+        { LM4_TYPE, stored_type::lm4 },        { TC3_TYPE, stored_type::tc3 },
+    };
+    for (const auto & [type, stored] : all) {
+        if (rows && int(rows->type) == type && d % block_elements(stored) == 0) {
+            return stored;
+        }
+    }
+    return std::nullopt;
 }
 
-static stored_type to_stored(ggml_type type) {
-    return type == GGML_TYPE_F16    ? stored_type::f16
-           : type == GGML_TYPE_Q8_0 ? stored_type::q8_0
-           : type == GGML_TYPE_Q5_0 ? stored_type::q5_0
-                                    : stored_type::q4_0;
+static stored_type to_stored(const ggml_tensor * rows) {
+    return *find_stored(rows, 64);
+}
+
+static bool has_levels(const ggml_tensor * rows) {
+    return rows->type == LM4_TYPE || rows->type == TC3_TYPE;
 }
 
 // t: [n_embd_head, n_head_kv, n_rows, n_stream]
@@ -132,7 +146,7 @@ static void attend(ggml_backend_cuda_context & ctx, ggml_tensor * node, const no
     const auto &      info   = ggml_cuda_info().devices[ctx.device];
     attention_problem p      = to_attention(node, params);
     const int         d      = int(node->src[1]->ne[0]);
-    const stored_type type_k = to_stored(node->src[1]->type), type_v = to_stored(node->src[2]->type);
+    const stored_type type_k = to_stored(node->src[1]), type_v = to_stored(node->src[2]);
 
     device_size size;
     size.n_processors      = info.nsm;
@@ -162,7 +176,7 @@ static void store(ggml_backend_cuda_context & ctx, ggml_tensor * node, const nod
 
     cuda_device device{ ctx.stream() };
     with_head_size(src[0]->ne[0], [&](auto size) {
-        run_store<cuda_device, decltype(size)::value>(device, p, to_stored(src[2]->type), to_stored(src[3]->type));
+        run_store<cuda_device, decltype(size)::value>(device, p, to_stored(src[2]), to_stored(src[3]));
     });
 }
 
@@ -177,29 +191,85 @@ static size_t most_shared_bytes(int64_t d, int64_t group) {
     return res;
 }
 
-bool mixedkv_cuda_supports(int device, const ggml_tensor * node) {
-    const node_params params = get_node_params(node->op_params);
-    if (params.magic != node_params::magic_number) {
-        return false;
+// ggml's own nodes over rows of lm4 or tc3: those that get some, make F32 of a view of heads, and set some
+static bool gets_levels(const ggml_tensor * node) {
+    return node->op == GGML_OP_GET_ROWS && has_levels(node->src[0]) && node->src[0]->ne[3] == 1 &&
+           node->src[1]->type == GGML_TYPE_I32 && (node->type == GGML_TYPE_F32 || node->type == GGML_TYPE_F16);
+}
+
+static bool casts_levels(const ggml_tensor * node) {
+    return node->op == GGML_OP_CPY && has_levels(node->src[0]) && node->type == GGML_TYPE_F32 &&
+           ggml_is_contiguous(node) && ggml_are_same_shape(node, node->src[0]) &&
+           node->src[0]->nb[1] == ggml_row_size(node->src[0]->type, node->ne[0]);
+}
+
+static bool sets_levels(const ggml_tensor * node) {
+    return node->op == GGML_OP_SET_ROWS && has_levels(node) && node->ne[2] == 1 && node->ne[3] == 1 &&
+           node->src[0]->type == GGML_TYPE_F32 && node->src[0]->nb[0] == sizeof(float) &&
+           (node->src[1]->type == GGML_TYPE_I32 || node->src[1]->type == GGML_TYPE_I64);
+}
+
+// [n_embd, n_rows, n_stream], or with heads: [n_embd_head, n_head, n_rows, n_stream]
+static row_view to_rows(const ggml_tensor * t, bool with_heads) {
+    row_view res;
+    res.data   = static_cast<const char *>(t->data);
+    res.row    = int64_t(t->nb[1 + with_heads]);
+    res.stream = int64_t(t->nb[2 + with_heads]);
+    return res;
+}
+
+static void convert(ggml_backend_cuda_context & ctx, const ggml_tensor * node) {
+    const bool          sets = sets_levels(node), casts = casts_levels(node);
+    const ggml_tensor * plain  = sets ? node->src[0] : node;
+    const ggml_tensor * stored = sets ? node : node->src[0];
+
+    convert_problem p;
+    p.n_elements = int(casts ? node->ne[0] * node->ne[1] : node->ne[0]);
+    p.n_rows     = int(plain->ne[1 + casts]);
+    p.n_stream   = int(plain->ne[2 + casts]);
+    p.stored     = to_rows(stored, casts);
+    p.plain      = to_rows(plain, casts);
+    p.to_f16     = node->type == GGML_TYPE_F16;
+    if (!casts) {
+        const ggml_tensor * numbers = node->src[1];
+        p.numbers                   = { static_cast<const char *>(numbers->data), numbers->type == GGML_TYPE_I64,
+                                        int64_t(numbers->nb[1] / ggml_type_size(numbers->type)) };
     }
-    const auto &        info = ggml_cuda_info().devices[device];
-    const bool          att  = params.is_attention;
+
+    cuda_device device{ ctx.stream() };
+    sets ? run_set(device, p, to_stored(stored)) : run_get(device, p, to_stored(stored));
+}
+
+static bool is_own(const ggml_tensor * node) {
+    return node->op == GGML_OP_CUSTOM && get_node_params(node->op_params).magic == node_params::magic_number;
+}
+
+bool mixedkv_cuda_supports(int device, const ggml_tensor * node) {
+    if (!is_own(node)) {
+        return gets_levels(node) || casts_levels(node) || sets_levels(node);
+    }
+    const node_params   params = get_node_params(node->op_params);
+    const auto &        info   = ggml_cuda_info().devices[device];
+    const bool          att    = params.is_attention;
     // tensors of K and V as they are stored: heads of the same size
     const ggml_tensor * k = att ? node->src[1] : node->src[2], *v = att ? node->src[2] : node->src[3];
     const ggml_tensor * heads = att ? node->src[1] : node->src[0];
     const int64_t       d     = heads->ne[0];
     const int64_t       d_v   = att ? node->src[2]->ne[0] : node->src[1] ? node->src[1]->ne[0] : 0;
-    return info.cc >= GGML_CUDA_CC_AMPERE && k && v && is_stored_type(k->type) && is_stored_type(v->type) && d == d_v &&
+    return info.cc >= GGML_CUDA_CC_AMPERE && find_stored(k, d) && find_stored(v, d) && d == d_v &&
            with_head_size(d, [](auto) {}) &&
            (!att || most_shared_bytes(d, node->src[0]->ne[1] / heads->ne[1]) <= info.smpbo);
 }
 
 bool mixedkv_cuda_compute(ggml_backend_cuda_context & ctx, ggml_tensor * node) {
-    const node_params params = get_node_params(node->op_params);
-    if (params.magic != node_params::magic_number) {
+    if (is_own(node)) {
+        const node_params params = get_node_params(node->op_params);
+        params.is_attention ? attend(ctx, node, params) : store(ctx, node, params);
+    } else if (gets_levels(node) || casts_levels(node) || sets_levels(node)) {
+        convert(ctx, node);
+    } else {
         return false;
     }
-    params.is_attention ? attend(ctx, node, params) : store(ctx, node, params);
     CUDA_CHECK(cudaGetLastError());
     return true;
 }

@@ -15,9 +15,6 @@ namespace cuda {
 
 constexpr int prefill_keys = 32; // of a tile
 
-// Of a row, as it is stored
-enum class stored_type { f16, q8_0, q5_0, q4_0 };
-
 template <int d>
 struct prefill_layout {
     static constexpr int warps   = d > 128 ? 4 : 8;
@@ -114,15 +111,22 @@ struct tile_reader {
     // Calls f(rows of the type).
     template <class F>
     MIXEDKV_DEVICE void with_type(stored_type type, F && f) {
-        switch (type) {
-        case stored_type::f16:
-            return f(f16_rows());
-        case stored_type::q8_0:
-            return f(q8_0_rows());
-        case stored_type::q5_0:
-            return f(q5_0_rows());
-        case stored_type::q4_0:
-            return f(q4_0_rows());
+        if constexpr (d % 64 == 0) {
+            if (type == stored_type::lm4) {
+                return f(lm4_rows());
+            }
+            if (type == stored_type::tc3) {
+                return f(tc3_rows());
+            }
+        }
+        if (type == stored_type::f16) {
+            f(f16_rows());
+        } else if (type == stored_type::q8_0) {
+            f(q8_0_rows());
+        } else if (type == stored_type::q5_0) {
+            f(q5_0_rows());
+        } else {
+            f(q4_0_rows());
         }
     }
 

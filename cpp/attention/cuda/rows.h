@@ -17,6 +17,8 @@
 
 #pragma once
 
+#include "attention/lm4.h"
+#include "attention/tc3.h"
 #include "device.h"
 
 namespace mixedkv {
@@ -77,20 +79,20 @@ struct f16_rows {
     }
 };
 
-// Blocks of 32 elements with an F16 scale in front
-template <int bytes>
+// Blocks of so many units with an F16 scale in front
+template <int bytes, int units = 1>
 struct scaled_rows {
-    static constexpr int  unit_bytes = bytes;
+    static constexpr int  unit_bytes = bytes / units;
     static constexpr bool has_scale  = true;
 
     template <int unit>
     MIXEDKV_DEVICE float scale(const char * row) {
-        return load_half(row + unit * bytes);
+        return load_half(row + unit / units * bytes);
     }
 
     template <int unit>
     MIXEDKV_DEVICE void multiply_by_scales(const char * a, const char * b, uint32_t (&y)[4]) {
-        const uint32_t scales = load_u16(a + unit * bytes) | load_u16(b + unit * bytes) << 16;
+        const uint32_t scales = load_u16(a + unit / units * bytes) | load_u16(b + unit / units * bytes) << 16;
         for (int i = 0; i < 4; i++) {
             y[i] = multiply_halves(y[i], scales);
         }
@@ -135,8 +137,8 @@ struct q8_0_rows : scaled_rows<34> {
 };
 
 // Element 16 h + i of a unit is nibble h of byte i.
-template <int bytes>
-struct nibble_rows : scaled_rows<bytes> {
+template <int bytes, int units = 1>
+struct nibble_rows : scaled_rows<bytes, units> {
     MIXEDKV_SHARED(int) nibble(int byte, int i) { return byte + i / 2 + 16 * (i % 2); } // from `byte` on
     MIXEDKV_SHARED(int) element_k(int t, int i, int j) { return nibble(4 * t, i + 4 * j); }
     MIXEDKV_SHARED(int) element_v(int g, int i) { return nibble(2 * g, i); }
@@ -176,19 +178,21 @@ struct q4_0_rows : nibble_rows<18> {
 
 // As q4_0, with the fifth bits of all elements in a word between scale and nibbles
 struct q5_0_rows : nibble_rows<22> {
-    // Nibble i of each half of x, and a fifth bit of each
-    MIXEDKV_DEVICE uint32_t open_one(uint32_t x, int i, uint32_t low_bit, uint32_t high_bit) {
+    // Nibble i of each half of x, and a fifth bit of each, which is bit 4 of each half of `fifths`
+    MIXEDKV_DEVICE uint32_t open_one(uint32_t x, int i, uint32_t fifths) {
         constexpr uint32_t half_1040 = 0x64106410;
-        const uint32_t     fifths    = (low_bit & 1) << 4 | (high_bit & 1) << 20 | half_1024;
-        return subtract_halves(and_or(x >> 4 * i, 0x000f000f, fifths), half_1040);
+        const uint32_t     nibbles   = and_or(x >> 4 * i, 0x000f000f, half_1024);
+        return subtract_halves(and_or(fifths, 0x00100010, nibbles), half_1040);
     }
 
     template <int unit>
     MIXEDKV_DEVICE void open_k(const char * row, int t, uint32_t (&y)[4]) {
-        const uint32_t x      = load_word<unit * unit_bytes + 6>(row + 4 * t);
-        const uint32_t fifths = load_word<unit * unit_bytes + 2>(row);
+        const uint32_t x         = load_word<unit * unit_bytes + 6>(row + 4 * t);
+        const uint32_t fifths    = load_word<unit * unit_bytes + 2>(row) >> 4 * t;
+        // bits 0 and 2 go to 4 and 20, 1 and 3 to 5 and 21
+        const uint32_t spread[2] = { (fifths & 15) * 0x00040010, (fifths >> 16 & 15) * 0x00040010 };
         for (int i = 0; i < 4; i++) {
-            y[i] = open_one(x, i, fifths >> element_k(t, i, 0), fifths >> element_k(t, i, 1));
+            y[i] = open_one(x, i, spread[i % 2] >> i / 2);
         }
     }
 
@@ -196,9 +200,11 @@ struct q5_0_rows : nibble_rows<22> {
     MIXEDKV_DEVICE void open_v(const char * a, const char * b, int g, uint32_t (&y)[4]) {
         constexpr int  begin = unit * unit_bytes + 6;
         const uint32_t x     = load_u16(a + begin + 2 * g) | load_u16(b + begin + 2 * g) << 16;
-        const uint32_t fa = load_word<begin - 4>(a), fb = load_word<begin - 4>(b);
+        const uint32_t fa = load_word<begin - 4>(a) >> 2 * g, fb = load_word<begin - 4>(b) >> 2 * g;
+        // of the elements of low nibbles, and of high ones
+        const uint32_t fifths[2] = { permute_bytes(fa, fb, 0x5410), permute_bytes(fa, fb, 0x7632) };
         for (int i = 0; i < 4; i++) {
-            y[i] = open_one(x, i, fa >> element_v(g, i), fb >> element_v(g, i));
+            y[i] = open_one(x, i, fifths[i % 2] << (4 - i / 2));
         }
         multiply_by_scales<unit>(a, b, y);
     }
@@ -211,10 +217,121 @@ struct q5_0_rows : nibble_rows<22> {
     }
 };
 
+// Nibbles that are indices into 16 levels: which bytes they are says Layout.
+template <class Layout>
+struct level_rows : nibble_rows<Layout::block_bytes, 2> {
+    using nibbles = nibble_rows<Layout::block_bytes, 2>;
+
+    MIXEDKV_SHARED(int) element_k(int t, int i, int j) { return 4 * t + 2 * (i % 2) + j + 16 * (i / 2); }
+
+    // Four levels from `first` on, plus 128, as bytes
+    MIXEDKV_SHARED(uint32_t) table(int first) {
+        uint32_t res = 0;
+        for (int i = 0; i < 4; i++) {
+            res |= uint32_t(Layout::levels[first + i] + 128) << 8 * i;
+        }
+        return res;
+    }
+
+    // Levels of the nibbles of each half of x, plus 128, as bytes. A selector has three bits, so they are looked up
+    // among the lower eight and among the upper eight, and the fourth bit chooses.
+    MIXEDKV_DEVICE void look_up(uint32_t x, uint32_t (&y)[2]) {
+        constexpr uint32_t t[4]  = { table(0), table(4), table(8), table(12) };
+        const uint32_t     upper = x ^ 0x88888888, which = and_or(x >> 1, 0x44444444, 0x32103210);
+        for (int half = 0; half < 2; half++) {
+            const int s = 16 * half;
+            y[half] =
+                look_up_bytes(look_up_bytes(t[0], t[1], x >> s), look_up_bytes(t[2], t[3], upper >> s), which >> s);
+        }
+    }
+
+    // Two bytes of x, by the selector, less 128, as halves
+    MIXEDKV_DEVICE uint32_t to_halves(uint32_t x, uint32_t selector) {
+        constexpr uint32_t half_1152 = 0x64806480;
+        return subtract_halves(permute_bytes(x, half_1024, selector), half_1152);
+    }
+
+    template <int unit>
+    MIXEDKV_DEVICE void open_k(const char * row, int t, uint32_t (&y)[4]) {
+        uint32_t x[2];
+        look_up(Layout::template load<unit>(row, t), x);
+        for (int i = 0; i < 4; i++) {
+            y[i] = to_halves(x[i % 2], i < 2 ? 0x5250 : 0x5351);
+        }
+    }
+
+    template <int unit>
+    MIXEDKV_DEVICE void open_v(const char * a, const char * b, int g, uint32_t (&y)[4]) {
+        uint32_t x[2];
+        look_up(Layout::template load_two<unit>(a, b, g), x);
+        const uint32_t first = permute_bytes(x[0], x[1], 0x5140), last = permute_bytes(x[0], x[1], 0x7362);
+        for (int i = 0; i < 4; i++) {
+            y[i] = to_halves(i < 2 ? first : last, i % 2 ? 0x5352 : 0x5150);
+        }
+        nibbles::template multiply_by_scales<unit>(a, b, y);
+    }
+
+    template <int unit>
+    MIXEDKV_DEVICE void open_runs(const char * row, int t, uint32_t (&y)[4]) {
+        open_k<unit>(row, t, y);
+        nibbles::template multiply_by_scales<unit>(row, row, y);
+    }
+};
+
+// Two units behind their scale
+struct lm4_layout {
+    static constexpr int block_bytes = LM4_BYTES;
+    static constexpr int levels[16]  = { LM4_LEVELS };
+
+    // The t-th word of nibbles
+    template <int unit>
+    MIXEDKV_DEVICE uint32_t load(const char * row, int t) {
+        return load_word<unit / 2 * block_bytes + unit % 2 * 16 + 2>(row + 4 * t);
+    }
+
+    // The g-th half word of a's, and b's
+    template <int unit>
+    MIXEDKV_DEVICE uint32_t load_two(const char * a, const char * b, int g) {
+        constexpr int begin = unit / 2 * block_bytes + unit % 2 * 16 + 2;
+        return load_u16(a + begin + 2 * g) | load_u16(b + begin + 2 * g) << 16;
+    }
+};
+
+// As tc3.h has it: words of fields for elements in turn, and a path that makes the sets of both.
+struct tc3_layout {
+    static constexpr int block_bytes = TC3_BYTES;
+    static constexpr int levels[16]  = { TC3_LEVELS };
+
+    template <int unit>
+    MIXEDKV_DEVICE uint32_t load(const char * row, int t) {
+        constexpr int  block  = unit / 2 * block_bytes;
+        const uint32_t path   = load_word<block + (unit % 2 ? 14 : 10)>(row) << (t < 2 ? 1 : 0);
+        const uint32_t fields = load_word<block + (unit % 2 ? 18 : 2)>(row + t / 2 * 4) << (t % 2 ? 0 : 2);
+        const uint32_t sets   = (path ^ (path << 2 & 0xaaaaaaaa)) >> (t % 2 ? 2 : 0);
+        return (sets & 0x33333333) | (fields & 0xcccccccc);
+    }
+
+    template <int unit>
+    MIXEDKV_DEVICE uint32_t load_two(const char * a, const char * b, int g) {
+        return permute_bytes(load<unit>(a, g / 2), load<unit>(b, g / 2), g % 2 ? 0x7632 : 0x5410);
+    }
+};
+
+using lm4_rows = level_rows<lm4_layout>;
+using tc3_rows = level_rows<tc3_layout>;
+
+// Of a row, as it is stored
+enum class stored_type { f16, q8_0, q5_0, q4_0, lm4, tc3 };
+
+// Elements of a block: heads are multiples of it
+MIXEDKV_SHARED(int) block_elements(stored_type type) {
+    return type == stored_type::lm4 || type == stored_type::tc3 ? 64 : 32;
+}
+
 template <class Rows>
 MIXEDKV_SHARED(int)
 row_bytes(int d) {
-    return d / 32 * Rows::unit_bytes;
+    return d / 32 * Rows::unit_bytes; // of blocks of two units the half: heads have whole ones
 }
 
 } // namespace cuda

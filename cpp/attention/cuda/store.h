@@ -1,10 +1,11 @@
 // Stores K and V of a micro-batch: scaled, rotated, in the type of the cold rows, and rounded to F16 for the ring. The
-// same bits as llama.cpp's own conversions, but for numbers that F16 cannot hold: they become its largest, as on the
-// CPU.
+// same bits as llama.cpp's own conversions, and in lm4 and tc3 (store_levels.h) those of the CPU, but for numbers that
+// F16 cannot hold: they become its largest, as on the CPU.
 
 #pragma once
 
 #include "problem.h"
+#include "store_levels.h"
 
 namespace mixedkv {
 namespace cuda {
@@ -28,13 +29,6 @@ struct store_problem {
     uint16_t * f16 = nullptr; // [n_tokens, n_head_kv * (d_k + d_v)], K first; nullptr: there is no ring
 };
 
-MIXEDKV_DEVICE float warp_max(float x) {
-    for (int h = 1; h < warp_size; h *= 2) {
-        x = max_of(x, shuffle_xor(x, h));
-    }
-    return x;
-}
-
 // The element of the largest magnitude, with its sign; of equal magnitudes the first lane's
 MIXEDKV_DEVICE float warp_extreme(float x) {
     int at = lane();
@@ -49,23 +43,18 @@ MIXEDKV_DEVICE float warp_extreme(float x) {
     return x;
 }
 
-MIXEDKV_DEVICE void store_u16(char * p, uint32_t x) {
-    *reinterpret_cast<uint16_t *>(p) = uint16_t(x);
-}
-
-MIXEDKV_DEVICE void store_half(char * p, float x) {
-    store_u16(p, float_to_half_bits(x));
-}
-
-// How a unit of 32 elements, one a lane, is written
+// How a block is written: of each of its units of 32 elements one a lane
 struct f16_writer {
-    static constexpr int unit_bytes = 64;
-    MIXEDKV_DEVICE void  write(char * unit, float x) { store_half(unit + 2 * lane(), x); }
+    static constexpr int units = 1, block_bytes = 64;
+
+    MIXEDKV_DEVICE void write(char * unit, const float * block) { store_half(unit + 2 * lane(), *block); }
 };
 
 struct q8_0_writer {
-    static constexpr int unit_bytes = 34;
-    MIXEDKV_DEVICE void  write(char * unit, float x) {
+    static constexpr int units = 1, block_bytes = 34;
+
+    MIXEDKV_DEVICE void write(char * unit, const float * block) {
+        const float x    = *block;
         const float d    = warp_max(fabsf(x)) / 127.0f;
         const int   q    = int(roundf(x * (d != 0.0f ? 1.0f / d : 0.0f)));
         unit[2 + lane()] = char(q);
@@ -75,17 +64,11 @@ struct q8_0_writer {
     }
 };
 
-// q of the lane and of the lane 16 further make a byte
-MIXEDKV_DEVICE void write_nibbles(char * to, int q) {
-    const uint32_t high = shuffle_xor(uint32_t(q), 16);
-    if (lane() < 16) {
-        to[lane()] = char((q & 15) | (high & 15) << 4);
-    }
-}
-
 struct q4_0_writer {
-    static constexpr int unit_bytes = 18;
-    MIXEDKV_DEVICE void  write(char * unit, float x) {
+    static constexpr int units = 1, block_bytes = 18;
+
+    MIXEDKV_DEVICE void write(char * unit, const float * block) {
+        const float x = *block;
         const float d = warp_extreme(x) / -8.0f;
         const int   q = min_of(15, int(x * (d != 0.0f ? 1.0f / d : 0.0f) + 8.5f));
         write_nibbles(unit + 2, q);
@@ -96,8 +79,10 @@ struct q4_0_writer {
 };
 
 struct q5_0_writer {
-    static constexpr int unit_bytes = 22;
-    MIXEDKV_DEVICE void  write(char * unit, float x) {
+    static constexpr int units = 1, block_bytes = 22;
+
+    MIXEDKV_DEVICE void write(char * unit, const float * block) {
+        const float x = *block;
         const float d = warp_extreme(x) / -16.0f;
         const int   q = min_of(31, int(x * (d != 0.0f ? 1.0f / d : 0.0f) + 16.5f));
         write_nibbles(unit + 6, q);
@@ -113,10 +98,52 @@ struct q5_0_writer {
     }
 };
 
+struct lm4_writer {
+    static constexpr int units = 2, block_bytes = LM4_BYTES;
+
+    MIXEDKV_DEVICE void write(char * to, const float * block) { store_lm4(to, block); }
+};
+
+struct tc3_writer {
+    static constexpr int units = 2, block_bytes = TC3_BYTES;
+
+    MIXEDKV_DEVICE void write(char * to, const float * block) { store_tc3(to, block); }
+};
+
 constexpr int store_warps = 4;
 
-template <class Writer, int d>
-MIXEDKV_DEVICE void store_head(const store_rows & s, int token, int head, uint16_t * f16) {
+// One head of one token
+template <class Writer, int n>
+MIXEDKV_DEVICE void write_blocks(char * to, int head, const float (&x)[n]) {
+#pragma unroll
+    for (int i = 0; i < n / Writer::units; i++) {
+        Writer::write(to + (head * (n / Writer::units) + i) * Writer::block_bytes, x + i * Writer::units);
+    }
+}
+
+template <int n>
+MIXEDKV_DEVICE void write_head(stored_type type, char * to, int head, const float (&x)[n]) {
+    if constexpr (n % 2 == 0) {
+        if (type == stored_type::lm4) {
+            return write_blocks<lm4_writer>(to, head, x);
+        }
+        if (type == stored_type::tc3) {
+            return write_blocks<tc3_writer>(to, head, x);
+        }
+    }
+    if (type == stored_type::f16) {
+        write_blocks<f16_writer>(to, head, x);
+    } else if (type == stored_type::q8_0) {
+        write_blocks<q8_0_writer>(to, head, x);
+    } else if (type == stored_type::q5_0) {
+        write_blocks<q5_0_writer>(to, head, x);
+    } else {
+        write_blocks<q4_0_writer>(to, head, x);
+    }
+}
+
+template <int d>
+MIXEDKV_DEVICE void store_head(const store_rows & s, stored_type type, int token, int head, uint16_t * f16) {
     constexpr int n    = d / warp_size;
     const auto *  from = reinterpret_cast<const float *>(s.from + token * s.from_token + head * s.from_head);
     float         x[n];
@@ -130,30 +157,28 @@ MIXEDKV_DEVICE void store_head(const store_rows & s, int token, int head, uint16
     if (s.rotation) {
         rotate(x, s.rotation);
     }
-    char * const to = s.cold + s.cold_rows[token] * s.cold_row + head * n * Writer::unit_bytes;
 #pragma unroll
     for (int i = 0; i < n; i++) {
         constexpr float max = 65504.0f;
         x[i]                = x[i] > max ? max : x[i] < -max ? -max : x[i] == x[i] ? x[i] : 0.0f;
-        Writer::write(to + i * Writer::unit_bytes, x[i]);
         if (f16) {
             f16[i * warp_size + lane()] = float_to_half_bits(x[i]);
         }
     }
+    write_head(type, s.cold + s.cold_rows[token] * s.cold_row, head, x);
 }
 
 // Grid: tokens, heads of K and V by store_warps. Block: store_warps warps, of which each has a head.
-template <class K, class V, int d_k, int d_v>
+template <int d>
 MIXEDKV_KERNEL(store_warps * warp_size, 1)
-store_kernel(const store_problem p) {
+store_kernel(const store_problem p, stored_type type_k, stored_type type_v) {
     wait_for_previous();
     start_next(); // attention may look at its queries: they were made before
     const int        token = block_x(), i = block_y() * store_warps + thread() / warp_size, head = i % p.n_head_kv;
-    uint16_t * const f16 = p.f16 ? p.f16 + int64_t(token) * p.n_head_kv * (d_k + d_v) : nullptr;
-    if (i < p.n_head_kv) {
-        store_head<K, d_k>(p.k, token, head, f16 ? f16 + head * d_k : nullptr);
-    } else if (i < 2 * p.n_head_kv) {
-        store_head<V, d_v>(p.v, token, head, f16 ? f16 + p.n_head_kv * d_k + head * d_v : nullptr);
+    uint16_t * const f16 = p.f16 ? p.f16 + int64_t(token) * p.n_head_kv * 2 * d : nullptr;
+    if (i < 2 * p.n_head_kv) {
+        const bool is_v = i >= p.n_head_kv;
+        store_head<d>(is_v ? p.v : p.k, is_v ? type_v : type_k, token, head, f16 ? f16 + i * d : nullptr);
     }
 }
 

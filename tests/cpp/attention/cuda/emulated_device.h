@@ -80,14 +80,26 @@ inline float shuffle_xor(float x, int mask) {
     return float_of(shuffle_xor(float_bits(x), mask));
 }
 
-inline bool any_lane(bool x) {
+inline uint32_t shuffle(uint32_t x, int from) {
+    return exchange(&x, 1)[from][0];
+}
+
+inline float shuffle(float x, int from) {
+    return float_of(shuffle(float_bits(x), from));
+}
+
+inline uint32_t all_lanes(bool x) {
     const uint32_t word = x;
     const auto *   all  = exchange(&word, 1);
-    bool           res  = false;
+    uint32_t       res  = 0;
     for (int lane = 0; lane < 32; lane++) {
-        res |= all[lane][0] != 0;
+        res |= all[lane][0] << lane;
     }
     return res;
+}
+
+inline bool any_lane(bool x) {
+    return all_lanes(x) != 0;
 }
 
 inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
@@ -97,6 +109,31 @@ inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
         res |= uint32_t(from >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     }
     return res;
+}
+
+inline uint32_t look_up_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+    const uint32_t bytes = permute_bytes(low, high, selector), signs = (bytes >> 7 & 0x01010101) * 0xff;
+    uint32_t       res = 0;
+    for (int i = 0; i < 4; i++) {
+        res |= ((selector >> 4 * i & 8) ? signs : bytes) & 0xffu << 8 * i;
+    }
+    return res;
+}
+
+inline float exact_sum(float a, float b) {
+    return a + b;
+}
+
+inline float exact_product(float a, float b) {
+    return a * b;
+}
+
+inline float exact_quotient(float a, float b) {
+    return a / b;
+}
+
+inline float exact_root(float x) {
+    return std::sqrt(x);
 }
 
 inline float exp2_of(float x) {

@@ -3,6 +3,8 @@
 
 #include "../support.h"
 #include "attention/cuda/launch.h"
+#include "attention/lm4.h"
+#include "attention/tc3.h"
 
 #include <algorithm>
 #include <cmath>
@@ -30,15 +32,22 @@ stored_type to_stored(row_type type) {
     return type == row_type::f16    ? stored_type::f16
            : type == row_type::q8_0 ? stored_type::q8_0
            : type == row_type::q5_0 ? stored_type::q5_0
-                                    : stored_type::q4_0;
+           : type == row_type::q4_0 ? stored_type::q4_0
+           : type == row_type::lm4  ? stored_type::lm4
+                                    : stored_type::tc3;
 }
 
-int row_bytes_of(stored_type type, int n) {
-    return n / 32 *
-           (type == stored_type::f16    ? 64
-            : type == stored_type::q8_0 ? 34
-            : type == stored_type::q5_0 ? 22
-                                        : 18);
+// Those that heads of d can have
+std::vector<row_type> types_for(int d) {
+    std::vector<row_type> res{ row_type::f16, row_type::q8_0, row_type::q5_0, row_type::q4_0 };
+    if (d % 64 == 0) {
+        res.insert(res.end(), { row_type::lm4, row_type::tc3 });
+    }
+    return res;
+}
+
+bool has_levels(row_type type) {
+    return type == row_type::lm4 || type == row_type::tc3;
 }
 
 row_view to_view(const mixedkv::attention_rows & rows) {
@@ -158,17 +167,17 @@ void attend(test::problem & t, test::rng & r, const device_size & size) {
 
 test::options random_options(test::rng & r) {
     using test::mask_kind;
-    const std::vector<row_type> types{ row_type::f16, row_type::q8_0, row_type::q5_0, row_type::q4_0 };
-    test::options               o;
+    test::options o;
     o.n_head_kv = r.pick<int>({ 1, 2, 3 });
     o.n_head    = o.n_head_kv * r.pick<int>({ 1, 2, 3, 4, 8 });
-    o.d_k = o.d_v = r.pick<int>({ 64, 96, 128, 128, 256 });
-    o.n_queries   = r.chance(0.6) ? 1 + r.below(4) : 1 + r.below(60);
-    o.mask        = r.pick<mask_kind>({ mask_kind::none, mask_kind::causal, mask_kind::window, mask_kind::holes,
-                                        mask_kind::all_hidden, mask_kind::alibi });
-    o.softcap     = r.chance(0.2) ? 10.0f : 0.0f;
-    o.sinks       = r.chance(0.3);
-    o.scaled      = r.chance(0.3);
+    o.d_k = o.d_v    = r.pick<int>({ 64, 96, 128, 128, 256 });
+    const auto types = types_for(o.d_k);
+    o.n_queries      = r.chance(0.6) ? 1 + r.below(4) : 1 + r.below(60);
+    o.mask           = r.pick<mask_kind>({ mask_kind::none, mask_kind::causal, mask_kind::window, mask_kind::holes,
+                                           mask_kind::all_hidden, mask_kind::alibi });
+    o.softcap        = r.chance(0.2) ? 10.0f : 0.0f;
+    o.sinks          = r.chance(0.3);
+    o.scaled         = r.chance(0.3);
     if (r.chance(0.5)) {
         o.rotation_q   = r.pick<int>({ 16, 32, 64 });
         o.rotation_q   = o.d_k % o.rotation_q ? 32 : o.rotation_q;
@@ -189,83 +198,230 @@ test::options random_options(test::rng & r) {
 }
 
 // What a row of the type holds, and the scale of each element
-void open_row(stored_type type, const uint8_t * row, int n, std::vector<double> & value, std::vector<double> & scale) {
+void open_row(row_type type, const uint8_t * row, int n, std::vector<double> & value, std::vector<double> & scale) {
+    std::vector<float> levels(n);
+    if (has_levels(type)) {
+        (type == row_type::lm4 ? lm4_to_float : tc3_to_float)(row, levels.data(), n);
+        value.assign(levels.begin(), levels.end());
+        return;
+    }
     value.clear();
     scale.clear();
     for (int i = 0; i < n; i++) {
         const int       unit = i / 32, e = i % 32;
-        const uint8_t * p = row + unit * (row_bytes_of(type, 32));
+        const uint8_t * p = row + unit * test::row_size(type, 32);
         uint16_t        bits;
-        std::memcpy(&bits, type == stored_type::f16 ? p + 2 * e : p, 2);
+        std::memcpy(&bits, type == row_type::f16 ? p + 2 * e : p, 2);
         const double x      = test::from_half(bits);
         const auto   nibble = [&](const uint8_t * q) { return e < 16 ? q[e] & 15 : q[e - 16] >> 4; };
-        scale.push_back(type == stored_type::f16 ? std::fabs(x) / 1024 : std::fabs(x));
-        value.push_back(type == stored_type::f16    ? x
-                        : type == stored_type::q8_0 ? x * int8_t(p[2 + e])
-                        : type == stored_type::q4_0 ? x * (nibble(p + 2) - 8)
-                                                    : x * ((nibble(p + 6) | (p[2 + e / 8] >> e % 8 & 1) << 4) - 16));
+        scale.push_back(type == row_type::f16 ? std::fabs(x) / 1024 : std::fabs(x));
+        value.push_back(type == row_type::f16    ? x
+                        : type == row_type::q8_0 ? x * int8_t(p[2 + e])
+                        : type == row_type::q4_0 ? x * (nibble(p + 2) - 8)
+                                                 : x * ((nibble(p + 6) | (p[2 + e / 8] >> e % 8 & 1) << 4) - 16));
     }
 }
 
-template <int d>
-void store(test::rng & r, stored_type type_k, stored_type type_v) {
-    const int n_tokens = 1 + r.below(5), n_heads = 1 + r.below(3), n = n_heads * d, n_rows = 8;
-
-    std::vector<float>    from[2], scales(n);
-    std::vector<uint8_t>  cold[2];
-    std::vector<int64_t>  rows(n_rows);
-    std::vector<uint16_t> f16(n_tokens * 2 * n);
-    store_problem         p;
-    p.n_tokens  = n_tokens;
-    p.n_head_kv = n_heads;
-    p.f16       = f16.data();
-    for (int i = 0; i < n_rows; i++) {
-        rows[i] = i;
-    }
-    std::shuffle(rows.begin(), rows.end(), r.engine);
-    for (float & x : scales) {
-        x = std::exp2(r.gauss());
-    }
-    store_rows * const sides[] = { &p.k, &p.v };
-    const stored_type  types[] = { type_k, type_v };
-    for (int side = 0; side < 2; side++) {
-        for (int i = 0; i < n_tokens * n; i++) {
-            from[side].push_back(r.gauss());
+bool is_near(row_type type, const std::vector<double> & got, const std::vector<double> & want,
+             const std::vector<double> & scale) {
+    double error = 0.0, square = 0.0;
+    for (size_t i = 0; i < want.size(); i++) {
+        error += (got[i] - want[i]) * (got[i] - want[i]);
+        square += want[i] * want[i];
+        // the largest element of a block of nibbles is exact, and what is opposite to it may be a step off
+        if (!has_levels(type) &&
+            !(std::fabs(got[i] - want[i]) <= (type == row_type::q8_0 ? 0.51 : 1.01) * scale[i] + 1e-3)) {
+            return false;
         }
-        cold[side].assign(n_rows * row_bytes_of(types[side], n), 0);
-        store_rows & s = *sides[side];
-        s.from         = reinterpret_cast<const char *>(from[side].data());
-        s.from_token   = n * 4;
-        s.from_head    = d * 4;
-        s.scale        = side == 0 ? scales.data() : nullptr;
-        s.rotation     = r.pick<int>({ 0, 32, d % 64 ? 32 : 64 });
-        s.cold         = reinterpret_cast<char *>(cold[side].data());
-        s.cold_row     = row_bytes_of(types[side], n);
-        s.cold_rows    = rows.data();
     }
-    emulated device;
-    run_store<emulated, d>(device, p, type_k, type_v);
+    return error <= (type == row_type::lm4   ? 0.05
+                     : type == row_type::tc3 ? 0.15
+                                             : 1.0) *
+                        square; // bits are compared elsewhere
+}
 
-    for (int token = 0; token < n_tokens; token++) {
+// Rows that kernels have stored, of K and of V
+struct stored_rows {
+    int                   n_tokens, n_heads, d;
+    row_type              types[2];
+    std::vector<float>    from[2], scales;
+    std::vector<uint8_t>  cold[2];
+    std::vector<int64_t>  rows;
+    std::vector<uint16_t> f16;
+    store_problem         p;
+
+    int          n() const { return n_heads * d; }
+    size_t       row_bytes(int side) const { return test::row_size(types[side], n()); }
+    store_rows & side(int i) { return i ? p.v : p.k; }
+
+    stored_rows(test::rng & r, int d, int n_tokens, row_type type_k, row_type type_v) :
+        n_tokens(n_tokens), n_heads(1 + r.below(3)), d(d), types{ type_k, type_v }, scales(n()), rows(8),
+        f16(n_tokens * 2 * n()) {
+        p.n_tokens  = n_tokens;
+        p.n_head_kv = n_heads;
+        p.f16       = f16.data();
+        for (int i = 0; i < 8; i++) {
+            rows[i] = i;
+        }
+        std::shuffle(rows.begin(), rows.end(), r.engine);
+        for (float & x : scales) {
+            x = std::exp2(r.gauss());
+        }
+        for (int i = 0; i < 2; i++) {
+            for (int j = 0; j < n_tokens * n(); j++) {
+                from[i].push_back(r.gauss());
+            }
+            cold[i].assign(8 * row_bytes(i), 0);
+            store_rows & s = side(i);
+            s.from         = reinterpret_cast<const char *>(from[i].data());
+            s.from_token   = n() * 4;
+            s.from_head    = d * 4;
+            s.scale        = i == 0 ? scales.data() : nullptr;
+            s.rotation     = r.pick<int>({ 0, 32, d % 64 ? 32 : 64 });
+            s.cold         = reinterpret_cast<char *>(cold[i].data());
+            s.cold_row     = int64_t(row_bytes(i));
+            s.cold_rows    = rows.data();
+        }
+    }
+    stored_rows(const stored_rows &) = delete;
+
+    void run() {
+        emulated device;
+        switch (d) {
+        case 64:
+            return run_store<emulated, 64>(device, p, to_stored(types[0]), to_stored(types[1]));
+        case 96:
+            return run_store<emulated, 96>(device, p, to_stored(types[0]), to_stored(types[1]));
+        case 128:
+            return run_store<emulated, 128>(device, p, to_stored(types[0]), to_stored(types[1]));
+        default:
+            return run_store<emulated, 256>(device, p, to_stored(types[0]), to_stored(types[1]));
+        }
+    }
+
+    const uint8_t * row(int i, int token) const { return cold[i].data() + rows[token] * row_bytes(i); }
+};
+
+void store(test::rng & r, int d) {
+    stored_rows s(r, d, 1 + r.below(5), r.pick(types_for(d)), r.pick(types_for(d)));
+    const int   n = s.n();
+    s.run();
+    for (int token = 0; token < s.n_tokens; token++) {
         for (int side = 0; side < 2; side++) {
             std::vector<double> want, got, scale;
             for (int i = 0; i < n; i++) {
-                want.push_back(double(from[side][token * n + i]) * (side == 0 ? scales[i] : 1.0f));
+                want.push_back(double(s.from[side][token * n + i]) * (side == 0 ? s.scales[i] : 1.0f));
             }
-            want = sides[side]->rotation ? test::rotated(want, sides[side]->rotation) : want;
-            open_row(types[side], cold[side].data() + rows[token] * row_bytes_of(types[side], n), n, got, scale);
+            want = s.side(side).rotation ? test::rotated(want, s.side(side).rotation) : want;
+            open_row(s.types[side], s.row(side, token), n, got, scale);
+            bool ok = is_near(s.types[side], got, want, scale);
             for (int i = 0; i < n; i++) {
-                const double hot  = test::from_half(f16[(token * 2 + side) * n + i]);
-                // the largest element of a block of nibbles is exact, and what is opposite to it may be a step off
-                const double most = (types[side] == stored_type::q8_0 ? 0.51 : 1.01) * scale[i] + 1e-3;
-                if (!(std::fabs(got[i] - want[i]) <= most) ||
-                    !(std::fabs(hot - want[i]) <= std::fabs(want[i]) / 1024 + 1e-5)) {
-                    std::printf("FAIL store: %g and %g for %g, step %g\n", got[i], hot, want[i], scale[i]);
-                    failures++;
-                    return;
-                }
+                const double hot = test::from_half(s.f16[(token * 2 + side) * n + i]);
+                ok &= std::fabs(hot - want[i]) <= std::fabs(want[i]) / 1024 + 1e-5;
+            }
+            if (!ok) {
+                std::printf("FAIL store: type %d, heads of %d\n", int(s.types[side]), d);
+                failures++;
             }
         }
+    }
+}
+
+// Rows of lm4 and tc3 are those of a CPU bit by bit, whatever is in them.
+void store_same_bits(test::rng & r, int d) {
+    stored_rows s(r, d, 2, row_type::lm4, row_type::tc3);
+    if (r.chance(0.5)) {
+        std::swap(s.types[0], s.types[1]);
+        std::swap(s.cold[0], s.cold[1]);
+        s.p.k.cold_row = int64_t(s.row_bytes(0)), s.p.v.cold_row = int64_t(s.row_bytes(1));
+        s.p.k.cold = reinterpret_cast<char *>(s.cold[0].data()),
+        s.p.v.cold = reinterpret_cast<char *>(s.cold[1].data());
+    }
+    s.p.k.rotation = s.p.v.rotation = 0; // what is stored is what came, times its scale
+    const int   kind                = r.below(6);
+    const float size                = std::exp2(float(r.below(40) - 26));
+    for (auto & from : s.from) {
+        for (float & x : from) {
+            x = kind == 0   ? x * size
+                : kind == 1 ? x * x * x * x * x * size               // a few large ones
+                : kind == 2 ? (r.chance(0.02) ? x : 0.0f) * size     // nearly all zero
+                : kind == 3 ? float(r.below(3) - 1) * size           // ties
+                : kind == 4 ? float(r.below(256) - 127) / 127 * size // on the levels, and between them
+                            : (r.chance(0.01) ? 1e20f : x);          // beyond F16
+        }
+    }
+    s.run();
+    for (int token = 0; token < s.n_tokens; token++) {
+        for (int side = 0; side < 2; side++) {
+            std::vector<float> x(s.from[side].begin() + token * s.n(), s.from[side].begin() + (token + 1) * s.n());
+            for (int i = 0; i < s.n(); i++) {
+                x[i] = std::clamp(x[i] * (side == 0 ? s.scales[i] : 1.0f), -65504.0f, 65504.0f);
+            }
+            std::vector<uint8_t> want(s.row_bytes(side));
+            (s.types[side] == row_type::lm4 ? lm4_from_float : tc3_from_float)(x.data(), want.data(), s.n());
+            if (std::memcmp(want.data(), s.row(side, token), want.size()) != 0) {
+                std::printf("FAIL %s: not the bits of a CPU, kind %d, size %g, heads of %d\n",
+                            s.types[side] == row_type::lm4 ? "lm4" : "tc3", kind, size, d);
+                failures++;
+            }
+        }
+    }
+}
+
+// Rows that ggml's nodes get are those of a CPU bit by bit, and so are rows that they set.
+void convert(test::rng & r, row_type type) {
+    const int    n = 64 * (1 + r.below(9)), n_rows = 1 + r.below(5), n_stream = 1 + r.below(2), n_cells = 8;
+    const bool   wide = r.chance(0.5), numbered = r.chance(0.8);
+    const size_t row = test::row_size(type, n);
+
+    std::vector<float> x(n_rows * n);
+    std::generate(x.begin(), x.end(), [&] { return r.gauss(); });
+    std::vector<int64_t> wide_numbers;
+    for (int i = 0; i < n_stream * n_rows; i++) {
+        wide_numbers.push_back(numbered ? (i * 3 + 1) % n_cells : i % n_rows);
+    }
+    const std::vector<int32_t> numbers(wide_numbers.begin(), wide_numbers.end());
+    std::vector<uint8_t>       stored(n_stream * n_cells * row, 0);
+
+    convert_problem p;
+    p.n_elements = n;
+    p.n_rows     = n_rows;
+    p.stored     = { reinterpret_cast<const char *>(stored.data()), int64_t(row), 0, int64_t(n_cells * row) };
+    p.plain      = { reinterpret_cast<const char *>(x.data()), n * 4, 0, 0 };
+    if (numbered) {
+        p.numbers = { wide ? reinterpret_cast<const char *>(wide_numbers.data())
+                           : reinterpret_cast<const char *>(numbers.data()),
+                      wide, n_rows };
+    }
+    emulated device;
+    run_set(device, p, to_stored(type));
+    bool ok = true;
+    for (int i = 0; i < n_rows; i++) {
+        std::vector<uint8_t> want(row);
+        (type == row_type::lm4 ? lm4_from_float : tc3_from_float)(x.data() + i * n, want.data(), n);
+        ok &= std::memcmp(want.data(), stored.data() + wide_numbers[i] * row, row) == 0;
+    }
+    std::copy(stored.begin(), stored.begin() + n_cells * row, stored.end() - n_cells * row); // all streams have them
+
+    std::vector<float> got(n_stream * n_rows * n), want(n);
+    p.n_stream = n_stream;
+    p.plain    = { reinterpret_cast<const char *>(got.data()), n * 4, 0, int64_t(n_rows) * n * 4 };
+    run_get(device, p, to_stored(type));
+    for (int i = 0; i < n_stream * n_rows; i++) {
+        (type == row_type::lm4 ? lm4_to_float : tc3_to_float)(stored.data() + wide_numbers[i] * row, want.data(), n);
+        ok &= std::memcmp(want.data(), got.data() + i * n, n * 4) == 0;
+    }
+    p.to_f16 = true;
+    std::vector<uint16_t> halves(n_rows * n);
+    p.n_stream = 1;
+    p.plain    = { reinterpret_cast<const char *>(halves.data()), n * 2, 0, 0 };
+    run_get(device, p, to_stored(type));
+    for (int i = 0; i < n_rows * n; i++) {
+        ok &= halves[i] == test::to_half(got[i]);
+    }
+    if (!ok) {
+        std::printf("FAIL rows of %s that nodes get and set\n", type == row_type::lm4 ? "lm4" : "tc3");
+        failures++;
     }
 }
 
@@ -290,12 +446,12 @@ int main(int argc, char ** argv) {
         attend(p, r, { 1 + r.below(8), 1 + r.below(4), 1 + r.below(2) });
         expect_close(p, want, o.n_queries * o.n_head / o.n_head_kv > decode_rows ? "prefill" : "decode");
     }
-    const std::vector<stored_type> types{ stored_type::f16, stored_type::q8_0, stored_type::q5_0, stored_type::q4_0 };
     for (int i = 0; i < n_shapes; i++) {
-        store<64>(r, r.pick(types), r.pick(types));
-        store<96>(r, r.pick(types), r.pick(types));
-        store<128>(r, r.pick(types), r.pick(types));
-        store<256>(r, r.pick(types), r.pick(types));
+        for (const int d : { 64, 96, 128, 256 }) {
+            store(r, d);
+        }
+        store_same_bits(r, r.pick<int>({ 64, 128, 256 }));
+        convert(r, i % 2 ? row_type::lm4 : row_type::tc3);
     }
     std::printf("%d shapes, %d failures\n", n_shapes, failures);
     return failures ? 1 : 0;
