@@ -48,7 +48,7 @@ from mixedkv.native.llama_arguments import (
     check_sequences,
     check_snapshots,
 )
-from mixedkv.native.memory import gpu_room, memory_room
+from mixedkv.native.memory import gpu_kinds, gpu_room, memory_room
 from mixedkv.native.templates import readable
 from mixedkv.prompts import long_text
 from mixedkv.sizes import format_bytes
@@ -474,6 +474,7 @@ class Llama(GuardedLlama):
             n_stream=1 if self._kv_unified else self._n_seq_max,
             sliding=sliding,
             on_cpu=not (given.get("n_gpu_layers") and given.get("offload_kqv", True)),
+            gpus_write_all=gpu_kinds() == {"CUDA"},
             weights=(0 if weights is not None else file.size) + _size_of(given.get("lora_path")),
             compute=lambda n_ctx: compute_bytes(file, n_ubatch, n_ctx),
             beside=beside,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mixedkv import _core
 
 COLD_TYPES = _core.COLD_TYPES
-CPU_TYPES = ("lm4", "tc3")  # that no GPU writes
+OWN_TYPES = ("lm4", "tc3")  # that CPUs and CUDA write, and no other GPU
 UNIFORM_TYPES = _core.UNIFORM_TYPES
 
 _TYPES = _core.row_types()

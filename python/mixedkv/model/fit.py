@@ -68,6 +68,7 @@ class ContextPlace:
     Args:
         n_seq: sequences that share it; `n_stream` equal parts have sequences of their own.
         on_cpu: the cache lies in CPU memory.
+        gpus_write_all: GPUs write all cold types.
         weights: bytes of weights that are still to be loaded.
         compute: bytes of compute buffers for a context of some tokens.
         beside: what else is to be loaded.
@@ -79,6 +80,7 @@ class ContextPlace:
     n_stream: int = 1
     sliding: Sliding = WINDOWED
     on_cpu: bool = True
+    gpus_write_all: bool = False
     weights: int = 0
     compute: Callable[[int], int]
     beside: Beside = Beside()
@@ -98,6 +100,7 @@ class ContextPlace:
                 self.n_seq,
                 n_stream=self.n_stream,
                 on_cpu=self.on_cpu,
+                gpus_write_all=self.gpus_write_all,
                 sliding=self.sliding,
             )
         return fit_window(kv, self.shape, n_ctx, self.n_seq, self.n_stream, self.sliding)

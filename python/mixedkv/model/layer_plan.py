@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Literal
 
-from mixedkv.config.row_types import CPU_TYPES, type_bits, type_block
+from mixedkv.config.row_types import OWN_TYPES, type_bits, type_block
 from mixedkv.model.footprint import LayerShape, ModelShape
 
 Part = Literal["k", "v"]
@@ -36,7 +36,7 @@ class LayerPlan:
         shares: divergence that K or V of a layer causes in the type `MEASURED`, in nats; without it layers of
             a kind are taken to be alike, and the deepest come first.
         cells: rows of layers that keep all, and of those with a sliding window: see `n_cells`.
-        on_cpu: the cache lies in CPU memory, where types of `CPU_TYPES` can be.
+        own_types: whether types of `OWN_TYPES` can be where the cache lies.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class LayerPlan:
         shares: Shares | None = None,
         *,
         cells: tuple[int, int] = (1, 1),
-        on_cpu: bool = True,
+        own_types: bool = True,
     ) -> None:
         self._shape = shape
-        usable = _usable(shape, on_cpu)
+        usable = _usable(shape, own_types)
         parts: list[Each] = [
             (layer.il, part)
             for layer in reversed(shape.layers)  # K of the upper half makes most of the error: decision 048
@@ -118,13 +118,13 @@ def _slope(errors: Mapping[str, float], one: str, other: str) -> float:
     return (errors[one] - errors[other]) / (type_bits(other) - type_bits(one))
 
 
-def _usable(shape: ModelShape, on_cpu: bool) -> dict[str, float]:
+def _usable(shape: ModelShape, own_types: bool) -> dict[str, float]:
     """Return the types of `LADDER` that all heads can have."""
     heads = [size for layer in shape.layers for size in (layer.head_k, layer.head_v)]
     return {
         name: error
         for name, error in LADDER.items()
-        if (on_cpu or name not in CPU_TYPES)
+        if (own_types or name not in OWN_TYPES)
         and not ((block := type_block(name)[0]) > 32 and any(size % block for size in heads))
     }
 

@@ -29,12 +29,13 @@ def settle(
     *,
     n_stream: int = 1,
     on_cpu: bool = True,
+    gpus_write_all: bool = False,
     sliding: Sliding = WINDOWED,
 ) -> KVSetting:
     """The setting that a budget comes to for a model and a context, see `for_budget`; a setting
     without one stays as it is. `n_stream` equal parts of the context have sequences
     of their own; `on_cpu`: the cache lies in CPU memory. Elsewhere attention merges, which takes an F16 view
-    of a layer.
+    of a layer, and types of `OWN_TYPES` need GPUs that write them.
 
     Raises:
         ValueError: nothing fits the budget.
@@ -44,7 +45,8 @@ def settle(
     n_ctx, n_seq = n_ctx // n_stream, n_seq // n_stream
     kv = _within(kv, padded(n_ctx))
     cells = n_cells(shape, n_ctx, n_seq, sliding)
-    f16, plan = kv.without_quantization(), LayerPlan(shape, shares, cells=cells, on_cpu=on_cpu)
+    plan = LayerPlan(shape, shares, cells=cells, own_types=on_cpu or gpus_write_all)
+    f16 = kv.without_quantization()
     if bits := kv.budget_bits:
         if bits < plan.bits(0):
             raise ValueError(

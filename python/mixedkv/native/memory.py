@@ -109,16 +109,31 @@ _GPU = 1  # GGML_BACKEND_DEVICE_TYPE_GPU
 
 def gpu_room() -> int | None:
     """Return the bytes that are free on all GPUs together; None without one, or in a build that has none."""
+    rooms = []
+    for device in _gpus():
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        _ggml.libggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+        rooms.append(free.value)
+    return sum(rooms) if rooms else None
+
+
+def gpu_kinds() -> set[str]:
+    """Return the backends that GPUs belong to, e.g. {"CUDA"}."""
+    ggml = _ggml.libggml
+    ggml.ggml_backend_dev_backend_reg.restype = ctypes.c_void_p
+    ggml.ggml_backend_reg_name.restype = ctypes.c_char_p
+    backends = [ctypes.c_void_p(ggml.ggml_backend_dev_backend_reg(device)) for device in _gpus()]
+    return {ggml.ggml_backend_reg_name(backend).decode() for backend in backends}
+
+
+def _gpus() -> list[ctypes.c_void_p]:
     if not llama_cpp.llama_supports_gpu_offload():
-        return None
+        return []
     ggml = _ggml.libggml
     ggml.ggml_backend_dev_count.restype = ctypes.c_size_t
     ggml.ggml_backend_dev_get.restype = ctypes.c_void_p
-    rooms = []
-    for i in range(ggml.ggml_backend_dev_count()):
-        device = ctypes.c_void_p(ggml.ggml_backend_dev_get(ctypes.c_size_t(i)))
-        if ggml.ggml_backend_dev_type(device) == _GPU:
-            free, total = ctypes.c_size_t(), ctypes.c_size_t()
-            ggml.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
-            rooms.append(free.value)
-    return sum(rooms) if rooms else None
+    devices = [
+        ctypes.c_void_p(ggml.ggml_backend_dev_get(ctypes.c_size_t(i)))
+        for i in range(ggml.ggml_backend_dev_count())
+    ]
+    return [device for device in devices if ggml.ggml_backend_dev_type(device) == _GPU]

@@ -226,12 +226,13 @@ def test_budgets_that_are_refused(spec: str, message: str) -> None:
         parse_kv(spec)
 
 
-def test_a_gpu_has_no_types_of_its_own() -> None:
+def test_a_gpu_has_the_types_that_it_writes() -> None:
     shape = layers_of(64, 12)
     held = footprint(shape, parse_kv("mixed:cold=q4_0"), 4096)
     assert held.view
     kv = parse_kv(f"mixed:budget={held.bytes + held.view}")
     assert str(settle(kv, shape, 4096, on_cpu=False)) == "mixed"
+    assert "tc3" in str(settle(kv, shape, 4096, on_cpu=False, gpus_write_all=True))
     kv = parse_kv(f"mixed:budget={held.bytes}")
     assert "tc3" in str(settle(kv, shape, 4096))
     with pytest.raises(ValueError, match="the smallest cache takes"):  # there attention merges, with a view
