@@ -30,9 +30,12 @@ END
 
 for name in llama-128 gemma3 gpt-oss gemma2; do
     THREADS=8 MIXEDKV_ROUNDING=16 "$build/device_speed" check "$models/$name.gguf" --tokens 900 \
-        --kv mixed:cold=q8_0 --kv mixed --kv mixed:cold_k=q5_0
+        --kv mixed:cold=q8_0 --kv mixed --kv mixed:cold_k=q5_0 --kv mixed:cold=lm4 --kv mixed:cold=tc3
 done
 "$build/device_speed" speed "$models/8b.gguf" --kv f16 --kv q8_0 --kv q4_0 --kv mixed --n-gen 32
-"$build/device_speed" speed "$models/16.gguf" --kv f16 --kv q4_0 --kv mixed --kv mixed:cold=q8_0 --kv mixed:attention=merged --n-gen 32
-"$build/device_speed" speed "$models/16.gguf" --kv f16 --kv q4_0 --kv mixed --depths 0,4096 --sequences 8 --n-gen 32
-"$build/device_speed" speed "$models/16.gguf" --kv f16 --kv mixed --depths 131072 --rounds 2 --n-gen 16
+"$build/device_speed" speed "$models/16.gguf" --kv f16 --kv q4_0 --kv mixed --kv mixed:cold=q8_0 --kv mixed:cold=lm4 \
+    --kv mixed:cold_k=q5_0,cold_v=tc3 --kv mixed:attention=merged --n-gen 32
+"$build/device_speed" speed "$models/16.gguf" --kv f16 --kv q4_0 --kv mixed --kv mixed:cold=lm4 --depths 0,4096,16384 --sequences 8 \
+    --n-gen 32
+"$build/device_speed" speed "$models/16.gguf" --kv f16 --kv mixed --kv mixed:cold=lm4 --kv mixed:cold_k=q5_0,cold_v=tc3 --depths 131072 \
+    --rounds 2 --n-gen 16
