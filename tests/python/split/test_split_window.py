@@ -19,7 +19,6 @@ from mixedkv.chunks.deviation import last_logits
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.kv.cache import KVCache
-from mixedkv.kv.close_gap import close_gap
 from mixedkv.split import client as client_module
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import split_pb2_grpc, wire
@@ -80,7 +79,7 @@ def _local(kv: str, prompt: list[int], n: int, moves: bool = True, sinks: int = 
                 end = len(tokens) - _WINDOW
                 del tokens[sinks:end]
                 if moves:
-                    close_gap(llm.kv, 0, sinks, end)
+                    llm.kv.close_gap(0, sinks, end)
                 else:
                     llm.reset()
                     llm.kv.clear()
