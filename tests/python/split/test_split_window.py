@@ -22,7 +22,7 @@ from mixedkv.kv.cache import KVCache
 from mixedkv.kv.close_gap import close_gap
 from mixedkv.split import client as client_module
 from mixedkv.split import split_pb2 as pb
-from mixedkv.split import split_pb2_grpc, wire
+from mixedkv.split import wire
 from mixedkv.split.client import SplitClient, SplitSession
 from mixedkv.split.export import Exported
 from mixedkv.split.head import Head
@@ -466,7 +466,7 @@ def _begun(head: Head, n: int, name: bytes = b"w" * 16) -> tuple[pb.Vectors, dic
 def _send(server: Running, *messages: pb.Vectors) -> tuple[Code, str, list[pb.Hidden]]:
     replies = []
     with grpc.insecure_channel(server.address) as channel:
-        stub: Any = split_pb2_grpc.SplitStub(channel)
+        stub: Any = wire.Stub(channel)
         try:
             for reply in stub.Evaluate(iter(messages)):
                 replies.append(reply)

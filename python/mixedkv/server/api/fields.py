@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -52,18 +52,35 @@ def few_messages(value: Any) -> Any:
     return value
 
 
+_T = TypeVar("_T")
 Text = Annotated[str, AfterValidator(_encodable)]
 Few = BeforeValidator(lambda value: few(value, _MAX_ENTRIES))
 FewMessages = BeforeValidator(few_messages)
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Token = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Whole = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Positive = Annotated[int, Field(ge=1, le=INT32_MAX)]
+TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 Name = Annotated[Text, Field(max_length=256)]
+CallId = Annotated[Name, Field(min_length=1)]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 Id = Annotated[str, Field(min_length=1, max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
 StopText = Annotated[Text, Field(min_length=1, max_length=1000)]
 StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)]
 Breaker = Annotated[Text, Field(min_length=1, max_length=40, pattern=r"^[^\x00]*$")]
 Breakers = Annotated[list[Breaker], Field(max_length=MAX_STOPS, fail_fast=True)]
-Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+Tokens = Annotated[list[Whole], Field(min_length=1, fail_fast=True)]
+ToolList = Annotated[list[_T], Field(max_length=MAX_TOOLS, fail_fast=True)]
+MessageList = Annotated[list[_T], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), FewMessages]
+
+
+def about(description: str) -> Any:
+    """Return a field that may be left out, with what the reference says of it."""
+    return Field(None, description=description)
+
+
+def ignored() -> Any:
+    """Return a field that is accepted and has no effect."""
+    return about(IGNORED)
 
 
 class Model(BaseModel):
@@ -117,9 +134,11 @@ def place(loc: Iterable[int | str]) -> str:
 
 
 TEXT_OR_LIST = one_of("a text or a list")
+TextOrList = Annotated[Annotated[Text, TEXT] | Annotated[list[_T], Field(fail_fast=True), LIST], TEXT_OR_LIST]
 Stop = Annotated[Annotated[StopText, TEXT] | Annotated[StopTexts, LIST], TEXT_OR_LIST]
 # vLLM and others switch it off with -1
 TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(lambda k: max(0, k))]
+Seed = Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)]
 
 
 def ranged(name: str) -> Any:
@@ -154,9 +173,7 @@ class SamplingFields(Model):
     repeat_penalty: Finite | None = ranged("repeat_penalty")
     presence_penalty: Finite | None = ranged("presence_penalty")
     frequency_penalty: Finite | None = ranged("frequency_penalty")
-    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = Field(
-        None, description="Below zero, where llama-server and Ollama have it so: another one each time."
-    )
+    seed: Seed | None = about("Below zero, where llama-server and Ollama have it so: another one each time.")
 
 
 # docs/openai-fields.md is made from descriptions and IGNORED

@@ -137,7 +137,7 @@ def make_jobs(
         ]
         return engine.prepare(requests, n)
     except ContextLengthError as error:
-        raise from_engine(error, param) from None
+        raise from_engine(error, param) from error
     except ValueError as error:
         raise _bad_field(error) from None
 

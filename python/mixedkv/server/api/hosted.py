@@ -5,7 +5,7 @@ same. The response names what was dropped.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
@@ -44,30 +44,23 @@ class WithoutHosted(Model):
 
 
 class Filtered:
-    """Filters lists, and notes what is dropped."""
+    """Filters lists, and notes in `dropped` what is left out."""
 
     def __init__(self) -> None:
         self.dropped: list[str] = []
 
-    def of(self, where: str, parts: Any, is_ours: Callable[[str | None], bool]) -> Any:
-        """Return a list without the objects whose `type` is not ours; anything else as it is."""
+    def of(self, where: str, parts: Any, ours: Collection[str | None]) -> Any:
+        """Return a list without the objects whose `type` is none of ours; anything else as it is."""
         if not isinstance(parts, list):
             return parts
-        kept = []
-        for part in parts:
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(part, dict) and (kind is None or isinstance(kind, str)) and not is_ours(kind):
-                self.note(f"{where}.{_name(kind)}")
-            else:
-                kept.append(part)
-        return kept
-
-    def note(self, name: str) -> None:
-        self.dropped.append(name)
+        hosted = [isinstance(part, dict) and _is_hosted(part.get("type"), ours) for part in parts]
+        names = (_name(part.get("type")) for part, is_hosted in zip(parts, hosted, strict=True) if is_hosted)
+        self.dropped += [f"{where}.{name}" for name in names]
+        return [part for part, is_hosted in zip(parts, hosted, strict=True) if not is_hosted]
 
 
-def is_one_of(kinds: Collection[str | None]) -> Callable[[str | None], bool]:
-    return lambda kind: kind in kinds
+def _is_hosted(kind: Any, ours: Collection[str | None]) -> bool:
+    return (kind is None or isinstance(kind, str)) and kind not in ours
 
 
 def _name(kind: str | None) -> str:

@@ -12,11 +12,11 @@ from starlette.responses import JSONResponse, Response
 from mixedkv.engine.chat.chat_template import RenderedChat
 from mixedkv.engine.jobs.answer_state import Delta, Done
 from mixedkv.engine.jobs.job import Job
-from mixedkv.server.api.chat_jobs import chat_jobs, translated
+from mixedkv.server.api.chat_jobs import translated, translated_jobs
 from mixedkv.server.api.completions import completion_jobs
 from mixedkv.server.api.logprobs import chat_logprobs
 from mixedkv.server.api.ollama_schemas import OllamaChat, OllamaGenerate, OllamaRequest
-from mixedkv.server.api.schemas import ChatRequest, CompletionRequest
+from mixedkv.server.api.schemas import CompletionRequest
 from mixedkv.server.api.sse import NDJSON, SentAnswer, json_line, respond
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.described import Described
@@ -54,7 +54,7 @@ def utc(at: datetime) -> str:
 
 async def _answer(request: Request, body: OllamaChat | OllamaGenerate, is_empty: bool) -> Response:
     owner = tenant(request)
-    if is_empty and body.seconds_to_stay == 0:
+    if is_empty and body.keep_alive == 0:
         return _unload(request, body)
     server = named_model(request, body.model)
     if is_empty:  # this is how Ollama's clients load a model
@@ -96,7 +96,7 @@ def _jobs(
         return completion_jobs(server, translated(CompletionRequest, fields), owner, None), RenderedChat(
             text=body.prompt
         )
-    return chat_jobs(server, translated(ChatRequest, body.as_chat()), owner, None)
+    return translated_jobs(server, body.as_chat, owner)
 
 
 def _said(
