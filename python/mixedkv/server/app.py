@@ -20,6 +20,7 @@ from starlette.responses import Response
 from mixedkv import __version__
 from mixedkv.config.checks import did_you_mean
 from mixedkv.doors.keys import Keys
+from mixedkv.doors.settings import in_words
 from mixedkv.server.api import (
     cached_messages,
     chat_completions,
@@ -36,7 +37,7 @@ from mixedkv.server.api import (
     responses,
 )
 from mixedkv.server.api.fields import place
-from mixedkv.server.api_error import ApiError, in_words
+from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.body_limit import BodyLimit
 from mixedkv.server.http.json_body import BodyParser
 from mixedkv.server.http.middleware import OwnPagesOnly, ShortPaths
@@ -109,12 +110,12 @@ def dress(app: FastAPI, settings: ServerSettings, keys: Keys, count: Any) -> Non
         keys=keys,
         count=count,
     )
-    origins = settings.cors_origin
+    origins = settings.origins
     if not keys:
         app.add_middleware(
             OwnPagesOnly,
             local_only=settings.local_only,
-            hosts=settings.allowed_host,
+            hosts=settings.hosts,
             origins=origins,
         )
     if origins:
@@ -184,8 +185,6 @@ async def _on_invalid(request: Request, error: Any) -> Response:
     param = place(first["loc"][1:])[:_MAX_PARAM] or None  # without "body", "path" or "query"
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json").response(request.url.path)
-    if first["type"] == "extra_forbidden":
-        message = "this field is not known: leave it out"
     return ApiError(400, f"{param}: {message}" if param else message, param=param).response(request.url.path)
 
 

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import llama_cpp
 
-from mixedkv.chunks.passages import parse_chunks
 from mixedkv.config import KVSetting, MixedKVConfig, parse_kv
 from mixedkv.engine.chat import tokenizer
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
@@ -34,13 +33,13 @@ from mixedkv.model.fit import Beside
 from mixedkv.model.footprint import Sliding
 from mixedkv.model.gguf_file import ModelFile, default_n_ctx, n_mtp_layers, read_model_file, weight_type
 from mixedkv.native import llama_cpp as _llama_cpp
-from mixedkv.server.described import capabilities, read_chat_template
+from mixedkv.server.described import capabilities, chat_format
 from mixedkv.server.model_watch import ModelWatch
 from mixedkv.server.models import ServedModel
 from mixedkv.server.session_kv import ModelKV
-from mixedkv.server.settings import ServerSettings
+from mixedkv.server.settings import ServerSettings, parse_reuse
 from mixedkv.server.state import ServerState
-from mixedkv.sizes import format_bytes
+from mixedkv.sizes import GB, format_bytes
 from mixedkv.start.checkpoints import CheckpointLimits
 from mixedkv.store import KVStore
 from mixedkv.streaming.layer_choice import parse_layers
@@ -94,14 +93,9 @@ def _open(
             connector=connector,
             observer=state.metrics,
             deliver=state.delivery,
-            tokenizer=tokenizer.Tokenizer(
-                llm, settings.chat_format, read_chat_template(settings.chat_template)
-            ),
+            tokenizer=tokenizer.Tokenizer(llm, *chat_format(settings.chat_format)),
             limits=state.keys.limits,
-            checkpoints=CheckpointLimits(
-                **({} if settings.max_checkpoint_gb else {"per_sequence": 0}),
-                max_bytes=_checkpoint_bytes(settings, llm),
-            ),
+            checkpoints=CheckpointLimits(max_bytes=_checkpoint_bytes(llm)),
             speculation=speculation_of(settings, drafts=draft_model is not None or mtp),
             draft_model=draft_model,
             turns=turns,
@@ -114,11 +108,10 @@ def _open(
     state.projector = parent.projector if parent is not None else open_projector(settings, model, llm)
 
 
-def _checkpoint_bytes(settings: ServerSettings, llm: Llama) -> int:
-    """Return the most memory for checkpoints: of what a fitted context has left, half."""
-    most = int(settings.max_checkpoint_gb * 1e9)
+def _checkpoint_bytes(llm: Llama) -> int:
+    """Return the most memory for checkpoints: a gigabyte; of what a fitted context has left, half."""
     left = llm.fitted.n_left if llm.fitted is not None else None
-    return most if left is None else min(most, left // 2)
+    return GB if left is None else min(GB, left // 2)
 
 
 def _stop_reading(engine: Engine) -> None:
@@ -137,9 +130,11 @@ def speculation_of(settings: ServerSettings, drafts: bool) -> SpeculationMode:
     """Return the speculation mode of a model's answers. `drafts`: it has MTP layers or the draft model, which
     adapters lack.
     """
-    if settings.speculation in ("draft-model", "mtp") and not drafts:
+    if settings.draft_model:
+        return "draft-model" if drafts else "prompt-lookup"
+    if settings.speculation == "mtp" and not drafts:
         return "prompt-lookup"
-    return settings.speculation or ("draft-model" if drafts else "off")
+    return cast(SpeculationMode, settings.speculation or "off")
 
 
 def _tell(state: ServerState, file: ModelFile) -> None:
@@ -161,7 +156,7 @@ def _tell(state: ServerState, file: ModelFile) -> None:
         sees=state.projector is not None,
         embeds=embedder is not None and not embedder.context.ranks,
     )
-    state.sampling = {**sampling_defaults(file.metadata), **state.settings.sampling()}
+    state.sampling = {**sampling_defaults(file.metadata), **state.settings.default_sampling}
     state.facts = {
         "architecture": file.architecture,
         "n_params": int(llama_cpp.llama_model_n_params(_llama_cpp.model(engine.llm))),
@@ -187,9 +182,9 @@ def _open_embedder(state: ServerState, engine: Engine, file: ModelFile) -> Embed
 def _connector(settings: ServerSettings, store: KVStore | None) -> StoreConnector | None:
     if store is None:
         return None
-    if settings.reuse != "chunks":
+    if not settings.reuses_chunks:
         return StoreConnector(store, closes=False)
-    return ChunkConnector(store, closes=False, **parse_chunks(settings.chunks))
+    return ChunkConnector(store, closes=False, **parse_reuse(settings.reuse)[1])
 
 
 def load_model(
@@ -226,7 +221,7 @@ def load_model(
         n_ctx=n_ctx if generates else CELLS,
         n_seq_max=settings.n_seq,
         n_windows=settings.parallel,
-        swa_full=settings.swa_full or settings.reuse == "chunks" or settings.overflow == "slide",
+        swa_full=settings.swa_full or settings.reuses_chunks or settings.overflow == "slide",
         n_rs_seq=settings.n_rs_seq,
         load_mtp=mtp,
         stream_layers=parse_layers(settings.stream_layers) if settings.stream_layers else None,

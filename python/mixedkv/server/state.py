@@ -31,6 +31,7 @@ from mixedkv.sessions.metadata import Quota
 from mixedkv.store import KVStore
 
 _FINGERPRINT = f"mixedkv-{__version__}"
+_MAX_SESSIONS = 1000  # of a tenant whose line in the file of keys says nothing else
 _T = TypeVar("_T")
 
 
@@ -99,7 +100,7 @@ class ServerState(Described):
 
 def session_quota(settings: ServerSettings, keys: Keys, owner: str) -> Quota:
     """Return the limits of a tenant's sessions."""
-    return keys.session_quota(owner, Quota(settings.max_sessions, int(settings.max_sessions_mb * 1e6)))
+    return keys.session_quota(owner, Quota(_MAX_SESSIONS, int(settings.max_sessions_mb * 1e6)))
 
 
 def server_state(request: Request) -> ServerState:

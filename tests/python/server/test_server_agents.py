@@ -39,7 +39,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     template = str(with_a_token_that_calls(tmp_path_factory.mktemp("template")))
-    with running("--n-ctx", "8192", "--chat-template", template) as server:
+    with running("--n-ctx", "8192", "--chat-format", template) as server:
         for text, bias in (('"', 30), ("}", 30), ("@", 100)):
             (token,) = server.post("/tokenize", {"content": text})["tokens"]
             CALLING[str(token)] = bias

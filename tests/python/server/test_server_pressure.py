@@ -248,8 +248,7 @@ def test_a_second_signal_changes_nothing(number: int) -> None:
         (("--api-key-file", "/nowhere.keys"), "/nowhere.keys"),
         (("--warm", "/nowhere.jsonl"), "/nowhere.jsonl"),
         (("--metadata-url", "mysql:x"), "metadata"),
-        (("--chat-format", "odd"), "odd"),
-        (("--chat-template", "chatml"), "--chat-format=chatml"),
+        (("--chat-format", "odd"), "--chat-format=odd: No such file or directory"),
         (("--port", "x"), "--port"),
     ],
 )

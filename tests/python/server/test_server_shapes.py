@@ -220,7 +220,7 @@ N8N: dict[str, Any] = {  # LangChain's ChatOpenAI for JavaScript, which its mode
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     template = str(template_path("Qwen-Qwen2.5-7B-Instruct"))
-    with running("--n-ctx", "4096", "--chat-template", template) as server:
+    with running("--n-ctx", "4096", "--chat-format", template) as server:
         yield server
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from mixedkv.doors.settings import in_words
 from mixedkv.engine.chat.chat_template import RenderedChat
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.jobs.job import Job
@@ -19,7 +20,7 @@ from mixedkv.server.api.fields import place
 from mixedkv.server.api.generation import constraint_of, context_tokens, make_jobs, slides
 from mixedkv.server.api.rendering import chat_of, choice_of, render
 from mixedkv.server.api.schemas import ChatFields, ChatRequest, Message
-from mixedkv.server.api_error import bad_request, in_words
+from mixedkv.server.api_error import bad_request
 from mixedkv.server.state import ServerState
 from mixedkv.sessions import CacheSessionMetadata
 
