@@ -1,5 +1,5 @@
-"""What goes over the wire: calls as split.proto has them, vectors as bytes, and the hash that client and
-server keep of all of a session's.
+"""Puts on the wire: calls as split.proto has them, vectors as bytes, and the hash that client and server
+keep of all of a session's.
 """
 
 from __future__ import annotations

@@ -559,8 +559,7 @@ def test_bytes_of_a_long_answer(real_model: Path, tmp_path: Path, drops: bool) -
     parts = split_support.split(real_model, tmp_path)
     with (
         Head(parts.head, n_threads=1) as head,
-        split_support.running(parts.body, n_ctx=n_ctx, threads=2) as server,
-        SplitClient(head, server.address) as client,
+        split_support.linked(parts, head, n_ctx=n_ctx, threads=2) as client,
         client.session() as session,
     ):
         client.can_drop = drops
