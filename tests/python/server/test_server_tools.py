@@ -164,52 +164,6 @@ def test_a_prompt_with_tools_can_be_warmed(
     assert usage.prompt_tokens_details.cached_tokens > 0.8 * usage.prompt_tokens
 
 
-def test_langchain_binds_tools(server: Server) -> None:
-    langchain = pytest.importorskip("langchain_openai", reason="needs the package langchain-openai")
-    from langchain_core.messages import HumanMessage, ToolMessage
-    from langchain_core.tools import tool
-
-    @tool
-    def multiply(a: int, b: int) -> int:
-        """The product of two numbers."""
-        return a * b
-
-    # one digit is as good as another to this model: rounding decides, which must be the same in both answers
-    alone = {"use_kv_cache": False}
-    model = langchain.ChatOpenAI(
-        base_url=f"{server.url}/v1",
-        api_key="unused",
-        model=MODEL,
-        temperature=0,
-        max_tokens=200,
-        extra_body=alone,
-    )
-    # numbers have no end to a model that does not know what it says
-    multiply_two = {
-        "title": "multiply",
-        "description": "The product of two numbers.",
-        "type": "object",
-        "properties": {"a": {"type": "integer", "maximum": 99, "minimum": 0}, "b": {"enum": [1, 2]}},
-        "required": ["a", "b"],
-    }
-    bound = model.bind_tools([multiply_two], tool_choice="multiply", parallel_tool_calls=False)
-    history: list[Any] = [HumanMessage("What is 6 times 7?")]
-    answer = bound.invoke(history)
-    (call,) = answer.tool_calls
-    assert call["name"] == "multiply"
-    assert not answer.invalid_tool_calls
-
-    whole = None
-    for chunk in bound.stream(history):
-        whole = chunk if whole is None else whole + chunk
-    assert [(each["name"], each["args"]) for each in whole.tool_calls] == [("multiply", call["args"])]
-
-    answer.tool_calls[0]["id"] = "abcdefghi"
-    history += [answer, ToolMessage(str(multiply.invoke(call["args"])), tool_call_id="abcdefghi")]
-    then = model.bind_tools([multiply]).invoke(history)
-    assert then.content or then.tool_calls
-
-
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """With a template whose calls begin with one token: a bias makes the model choose it."""

@@ -111,7 +111,7 @@ def test_a_damaged_record_is_an_unknown_session(
         await empty(url)
         metadata = open_metadata(url)
         manager = ContextCacheManager(metadata, entries, clock=clock)
-        assert await metadata.add(Key("", "s"), record, clock.now + 9) == "done"
+        assert await metadata.put(Key("", "s"), record, clock.now + 9) == "done"
         assert await manager.get_session_metadata("s") is None
         assert code(await manager.unregister_session_cache("s")) == "session_not_found"
         created(await manager.register_session_cache(wanted(session_id="s")))
@@ -128,7 +128,7 @@ def test_a_record_moved_to_another_name_is_unknown(url: str, clock: Clock) -> No
         await manager.register_session_cache(wanted(session_id="s"), tenant="ada")
         record = await metadata.get(Key("ada", "s"))
         assert record is not None
-        await metadata.add(Key("bo", "s"), record, clock.now + 9)
+        await metadata.put(Key("bo", "s"), record, clock.now + 9)
         assert await manager.get_session_metadata("s", tenant="bo") is None
         await manager.close()
 
