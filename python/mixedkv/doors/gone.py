@@ -1,4 +1,4 @@
-"""Options of the server that former releases had, and what says the same now."""
+"""Options of the server that former releases had, and what says the same now; "" is nothing."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ GONE = {
     "kv_events_topic": "kv_events URL#TOPIC",
     "warm_text": 'warm FILE, with a line {"prompt": TEXT}',
     "max_sessions": "api_key_file FILE, in which a tenant's line has sessions=N",
+    "max_sessions_mb": "api_key_file FILE, in which a tenant's line has session_mb=X",
+    "max_checkpoint_gb": "",
 }
 
 
@@ -29,4 +31,5 @@ def instead_of(field: str, given: str) -> str:
     if field not in GONE:
         return ""
     name, _, value = GONE[field].partition(" ")
-    return f"there is no {given}: write --{name.replace('_', '-')} {value}"
+    what = f"write --{name.replace('_', '-')} {value}" if name else "leave it out"
+    return f"there is no {given}: {what}"

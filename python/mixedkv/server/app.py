@@ -22,7 +22,6 @@ from mixedkv.config.checks import did_you_mean
 from mixedkv.doors.keys import Keys
 from mixedkv.doors.settings import in_words
 from mixedkv.server.api import (
-    cached_messages,
     chat_completions,
     completions,
     context,
@@ -32,20 +31,17 @@ from mixedkv.server.api import (
     llama_server,
     messages,
     ollama,
-    ollama_models,
-    pages,
     responses,
 )
-from mixedkv.server.api.fields import place
 from mixedkv.server.api_error import ApiError
+from mixedkv.server.fields import place
 from mixedkv.server.http.body_limit import BodyLimit
-from mixedkv.server.http.json_body import BodyParser
+from mixedkv.server.http.json_body import BodyParser, SaidOnce
 from mixedkv.server.http.middleware import OwnPagesOnly, ShortPaths
 from mixedkv.server.pending import Disconnected
 from mixedkv.server.settings import ServerSettings
 from mixedkv.server.snapshot import metrics_text
 from mixedkv.server.state import ServerState, check_generates
-from mixedkv.server.unknown_fields import SaidOnce
 
 log = logging.getLogger("mixedkv.server")
 
@@ -54,17 +50,20 @@ _MAX_PARAM = 200  # characters to quote, as names of unknown fields are the clie
 _GONE = 499  # nginx' status for a client that disconnected; nobody reads it
 
 
-_GENERATE = (  # modules of endpoints that need a model which generates text
-    chat_completions,
-    completions,
-    context,
-    kept_responses,
-    llama_server,
-    messages,
-    ollama,
-    responses,
-)
-_OTHERS = (cached_messages, embeddings, info, ollama_models, pages)
+_GENERATE = [  # endpoints that need a model which generates text
+    module.router
+    for module in (
+        chat_completions,
+        completions,
+        context,
+        kept_responses,
+        llama_server,
+        messages,
+        ollama,
+        responses,
+    )
+]
+_OTHERS = [embeddings.router, info.router, ollama.models_router]
 
 
 def make_app(server: ServerState) -> FastAPI:
@@ -79,15 +78,15 @@ def make_app(server: ServerState) -> FastAPI:
 
 def include_endpoints(app: FastAPI) -> None:
     """Add the endpoints of all APIs."""
-    for module in _GENERATE:
-        app.include_router(module.router, dependencies=[Depends(check_generates)])
-    for module in _OTHERS:
-        app.include_router(module.router)
+    for router in _GENERATE:
+        app.include_router(router, dependencies=[Depends(check_generates)])
+    for router in _OTHERS:
+        app.include_router(router)
 
 
 def all_routes() -> list[APIRoute]:
     """Return the routes of all APIs."""
-    routes = (route for module in (*_GENERATE, *_OTHERS) for route in module.router.routes)
+    routes = (route for router in (*_GENERATE, *_OTHERS) for route in router.routes)
     return [route for route in routes if isinstance(route, APIRoute)]
 
 

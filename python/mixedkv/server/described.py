@@ -123,7 +123,7 @@ def description(settings: ServerSettings, model: ServedModel, file: ModelFile) -
         "sampling": {**sampling_defaults(file.metadata), **settings.default_sampling},
         "facts": {
             "architecture": file.architecture,
-            "n_params": sum(_n_elements(tensor.shape) for tensor in file.tensors),
+            "n_params": sum(math.prod(tensor.shape) for tensor in file.tensors),
             "quantization": weight_type(file),
             "size_bytes": file.size,
             "n_ctx": (model.n_ctx or int(file.get("context_length", 0))) if generates else None,
@@ -146,10 +146,3 @@ def capabilities(
         "embedding": embeds,
     }
     return [name for name, is_so in can.items() if is_so]
-
-
-def _n_elements(shape: tuple[int, ...]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n

@@ -20,7 +20,6 @@ from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.embed.embedding_context import EmbeddingContext, embedding_bytes, only_embeds
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.inbox import Turns
-from mixedkv.engine.sample.sampling import sampling_defaults
 from mixedkv.engine.schedule.request import SpeculationMode
 from mixedkv.errors import ClosedError, ModelChangedError
 from mixedkv.images.projector import Projector
@@ -31,12 +30,11 @@ from mixedkv.model.encoder import encoder_bytes
 from mixedkv.model.fingerprint import model_parts
 from mixedkv.model.fit import Beside
 from mixedkv.model.footprint import Sliding
-from mixedkv.model.gguf_file import ModelFile, default_n_ctx, n_mtp_layers, read_model_file, weight_type
+from mixedkv.model.gguf_file import ModelFile, default_n_ctx, n_mtp_layers, read_model_file
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.server.described import capabilities, chat_format
 from mixedkv.server.model_watch import ModelWatch
 from mixedkv.server.models import ServedModel
-from mixedkv.server.session_kv import ModelKV
 from mixedkv.server.settings import ServerSettings, parse_reuse
 from mixedkv.server.state import ServerState
 from mixedkv.sizes import GB, format_bytes
@@ -59,7 +57,7 @@ def open_engines(
     beside = _beside(states[0].settings, models, file)
     for state, model in zip(states, models, strict=True):
         _open(state, model, file, states[0] if model.parent else None, turns, stack, beside)
-        _tell(state, file)
+        _tell(state)
 
 
 def _open(
@@ -83,14 +81,14 @@ def _open(
     if llm.fitted is not None:
         print(f"mixedkv fits {model.name}: {llm.fitted}", file=sys.stderr, flush=True)
     draft_model = stack.enter_context(load_draft_model(settings, llm)) if drafts else None
-    connector = _connector(settings, state.store)
+    state.connector = _connector(settings, state.store)
     engine = stack.enter_context(
         Engine(
             llm,
             parallel=settings.parallel,
             max_queue=settings.max_queue,
             exact_only=settings.reuse != "prefix",
-            connector=connector,
+            connector=state.connector,
             observer=state.metrics,
             deliver=state.delivery,
             tokenizer=tokenizer.Tokenizer(llm, *chat_format(settings.chat_format)),
@@ -102,10 +100,13 @@ def _open(
         )
     )
     watch.begin(partial(_stop_reading, engine))
-    state.session_kv.add(ModelKV(state.store, engine, connector))
     state.engine = engine
+    state.session_kv.models.append(state)
     state.embedder = _open_embedder(state, engine, file) if parent is None else None
-    state.projector = parent.projector if parent is not None else open_projector(settings, model, llm)
+    if parent is not None:
+        state.projector = parent.projector
+    elif model.mmproj:
+        state.projector = Projector(llm, model.mmproj, settings.threads or None, verbose=settings.verbose)
 
 
 def _checkpoint_bytes(llm: Llama) -> int:
@@ -137,7 +138,7 @@ def speculation_of(settings: ServerSettings, drafts: bool) -> SpeculationMode:
     return cast(SpeculationMode, settings.speculation or "off")
 
 
-def _tell(state: ServerState, file: ModelFile) -> None:
+def _tell(state: ServerState) -> None:
     """Describe a loaded model."""
     engine, embedder = state.engine, state.embedder
     words = engine.tokenizer
@@ -156,12 +157,8 @@ def _tell(state: ServerState, file: ModelFile) -> None:
         sees=state.projector is not None,
         embeds=embedder is not None and not embedder.context.ranks,
     )
-    state.sampling = {**sampling_defaults(file.metadata), **state.settings.default_sampling}
-    state.facts = {
-        "architecture": file.architecture,
+    state.facts |= {
         "n_params": int(llama_cpp.llama_model_n_params(_llama_cpp.model(engine.llm))),
-        "quantization": weight_type(file),
-        "size_bytes": file.size,
         "n_ctx": engine.n_ctx if state.generates else None,
         "n_embd": embedder.context.n_embd if embedder and not embedder.context.ranks else None,
         "embedding_n_ctx": embedder.context.n_ctx if embedder is not None else None,
@@ -278,15 +275,3 @@ def _load(settings: ServerSettings, path: Path, **options: Any) -> Llama:
     if not settings.verbose:
         _llama_cpp.silence_log()  # Llama changes the log
     return llm
-
-
-def open_projector(settings: ServerSettings, model: ServedModel, llm: Llama) -> Projector | None:
-    if not model.mmproj:
-        return None
-    try:
-        import PIL  # noqa: F401
-    except ModuleNotFoundError:
-        raise ValueError(
-            "mmproj needs pillow, which is not installed: pip install 'mixedkv[server]'"
-        ) from None
-    return Projector(llm, model.mmproj, settings.threads or None, verbose=settings.verbose)

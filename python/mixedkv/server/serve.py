@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -29,9 +28,8 @@ from mixedkv.server.models import check_adapters, check_files, check_keeps, serv
 from mixedkv.server.pending import Delivery
 from mixedkv.server.pools import Pools
 from mixedkv.server.router.router import Router, make_router_app
-from mixedkv.server.session_kv import SessionKV
 from mixedkv.server.settings import IN_MEMORY, ServerSettings
-from mixedkv.server.state import ServerState, session_quota
+from mixedkv.server.state import ServerState, SessionKV
 from mixedkv.server.warming import WarmLine, read_warm_file, warm
 from mixedkv.server.watchdog import Watchdog
 from mixedkv.sessions import ContextCacheManager
@@ -121,7 +119,7 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
             session_kv,
             codec=RecordCodec(KeyCipher(key)) if key is not None else PLAIN,
             pending_seconds=settings.request_timeout + _REGISTER_SECONDS,
-            quota=partial(session_quota, settings, keys),
+            quota=keys.session_quota,
         ),
         "session_kv": session_kv,
         "pools": Pools(keys.limits),

@@ -15,7 +15,7 @@ from mixedkv.doors.settings import SIZE, DoorSettings, Gigabytes, Megabytes, Sev
 from mixedkv.hosts import is_local
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS
 from mixedkv.prompts.overflow import Overflow
-from mixedkv.server.api.fields import SamplingFields
+from mixedkv.server.fields import SamplingFields
 from mixedkv.sessions.metadata import beside
 from mixedkv.sizes import parse_duration, parse_size
 from mixedkv.start.sequences import Reuse
@@ -109,8 +109,7 @@ class ServerSettings(DoorSettings):
         "max_age warm",
         "answers": "sampling speculation n_rs_seq strict embeddings embedding_n_ctx",
         "network": "host port root_path tls_cert tls_key allow",
-        "keys and sessions": "api_key_file api_key metrics_key_file allow_no_keys metadata_url "
-        "max_sessions_mb",
+        "keys and sessions": "api_key_file api_key metrics_key_file allow_no_keys metadata_url",
         "limits": "max_queue request_timeout read_timeout drain_timeout max_body_mb max_connections",
         "operation": "kv_events restart_when_stuck access_log verbose",
     }
@@ -272,9 +271,6 @@ class ServerSettings(DoorSettings):
         "database of sessions: redis://..., sqlite:PATH, or sqlite: for memory (default: "
         "sessions.sqlite3 in the store, else memory)",
         "URL",
-    )
-    max_sessions_mb: Megabytes = option(
-        100.0, "largest size of a tenant's session records, in 10^6 bytes or as 64MiB", SIZE, 0, 1e6
     )
     request_timeout: float = option(600.0, "seconds after which a request is given up", "S", 0.01, 1e6)
     read_timeout: float = option(

@@ -16,11 +16,11 @@ from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.text.answer_reader import ReadAnswer
 from mixedkv.engine.text.detokenizer import Detokenizer
 from mixedkv.ids import new_id
-from mixedkv.server.api.fields import place
 from mixedkv.server.api.generation import constraint_of, context_tokens, make_jobs, slides
 from mixedkv.server.api.rendering import chat_of, choice_of, render
 from mixedkv.server.api.schemas import ChatFields, ChatRequest, Message
 from mixedkv.server.api_error import bad_request
+from mixedkv.server.fields import place
 from mixedkv.server.state import ServerState
 from mixedkv.sessions import CacheSessionMetadata
 

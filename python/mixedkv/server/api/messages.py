@@ -16,10 +16,14 @@ from mixedkv.engine.text.answer_reader import Part
 from mixedkv.errors import ContextLengthError
 from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import chat_tokens, translated, translated_jobs
-from mixedkv.server.api.fields import (
+from mixedkv.server.api.schemas import ChatFields, TextOnly, TextOrImages
+from mixedkv.server.api.sse import SentAnswer, named_sse, respond
+from mixedkv.server.api_error import ApiError, bad_request
+from mixedkv.server.fields import (
     PREFIX_FOUND,
     CallId,
     Few,
+    Filtered,
     Finite,
     FunctionName,
     MessageList,
@@ -32,14 +36,11 @@ from mixedkv.server.api.fields import (
     ToolList,
     TopK,
     Whole,
+    WithoutHosted,
     about,
     ignored,
     ranged,
 )
-from mixedkv.server.api.hosted import Filtered, WithoutHosted
-from mixedkv.server.api.schemas import ChatFields, TextOnly, TextOrImages
-from mixedkv.server.api.sse import SentAnswer, named_sse, respond
-from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import ServerState, model_of, read_prompt, tenant
 

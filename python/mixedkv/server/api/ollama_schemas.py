@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 
 from mixedkv.limits import INT32_MAX, RANGES
-from mixedkv.server.api.fields import (
+from mixedkv.server.api.schemas import AnyChoice, Tool
+from mixedkv.server.fields import (
     FLAG,
     LIST,
     MAX_MESSAGES,
@@ -32,7 +33,6 @@ from mixedkv.server.api.fields import (
     ignored,
     one_of,
 )
-from mixedkv.server.api.schemas import AnyChoice, Tool
 from mixedkv.server.settings import parse_keep_alive
 
 _MAX_IMAGES = 64

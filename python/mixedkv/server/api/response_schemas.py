@@ -8,13 +8,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from mixedkv.server.api.fields import (
+from mixedkv.server.api.schemas import Metadata, StreamOptions, TextOnly, TextOrImages, TextPart
+from mixedkv.server.fields import (
     LIST,
     OBJECT,
     REFUSED,
     TEXT,
     TEXT_OR_LIST,
     CallId,
+    Filtered,
     Finite,
     FunctionName,
     Id,
@@ -26,13 +28,12 @@ from mixedkv.server.api.fields import (
     TextOrList,
     ToolList,
     TopLogprobs,
+    WithoutHosted,
     about,
     ignored,
     one_of,
     ranged,
 )
-from mixedkv.server.api.hosted import Filtered, WithoutHosted
-from mixedkv.server.api.schemas import Metadata, StreamOptions, TextOnly, TextOrImages, TextPart
 
 
 class OutputText(Model):

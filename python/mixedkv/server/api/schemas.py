@@ -10,7 +10,7 @@ from pydantic import AliasChoices, BeforeValidator, Field, field_validator, mode
 from mixedkv.chunks.chunk_reuse import Repair
 from mixedkv.images.picture import MARK
 from mixedkv.prompts.overflow import Overflow
-from mixedkv.server.api.fields import (
+from mixedkv.server.fields import (
     LIST,
     LISTS,
     MAX_SEED,
@@ -39,14 +39,13 @@ from mixedkv.server.api.fields import (
     TopLogprobs,
     Whole,
     about,
-    few,
     few_messages,
     ignored,
     one_of,
     ranged,
 )
 from mixedkv.sessions import CreateContextCacheRequest
-from mixedkv.sessions.records import MAX_TTL
+from mixedkv.sessions.records import MAX_TTL, few
 
 _MAX_CHOICES = 64
 _MAX_INPUTS = 2048  # OpenAI's

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Collection, Iterable
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -12,19 +13,22 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     Tag,
     model_validator,
 )
+from typing_extensions import Self
 
 from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.limits import INT32_MAX, RANGES
-from mixedkv.server.unknown_fields import IGNORED as IGNORED
+from mixedkv.server.http.json_body import IGNORED as IGNORED
+from mixedkv.sessions.records import few
 
 MAX_SEED = 2**63 - 1
 MAX_STOPS = 16
 MAX_TOOLS = 128  # OpenAI's
 MAX_MESSAGES = 4096  # of a request
-MAX_FIELDS = 256  # fields of one of our objects
 _MAX_ENTRIES = 4096  # fields of logit_bias and metadata
 
 
@@ -34,13 +38,6 @@ def _encodable(text: str) -> str:
     except UnicodeEncodeError:
         raise ValueError("text with half a surrogate pair cannot be encoded as UTF-8") from None
     return text
-
-
-def few(value: Any, most: int = MAX_FIELDS) -> Any:
-    """Return a validator for the number of fields, which runs before each gets an error of its own."""
-    if isinstance(value, dict) and len(value) > most:
-        raise ValueError(f"it has {len(value)} fields, at most {most} are taken: leave some out")
-    return value
 
 
 def few_messages(value: Any) -> Any:
@@ -87,10 +84,7 @@ class Model(BaseModel):
     # hide_input: error messages never quote a prompt
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True, protected_namespaces=())
 
-    @model_validator(mode="before")
-    @classmethod
-    def _has_few_fields(cls, value: Any) -> Any:
-        return few(value)
+    _few_fields = model_validator(mode="before")(few)
 
 
 # Tags of the members of a union, so that only the one that a value may be reports an error. `place` takes
@@ -179,3 +173,60 @@ class SamplingFields(Model):
 # docs/openai-fields.md is made from descriptions and IGNORED
 REFUSED = "Refused unless it asks for what this server does anyway."
 PREFIX_FOUND = f"{IGNORED} The longest prefix is found without it."
+
+
+_LETTERS = re.compile(r"[a-zA-Z][a-zA-Z_]*")
+
+
+class WithoutHosted(Model):
+    """A body from which `drop_hosted` takes tools, items and blocks that only a hosted service has: an agent
+    that asks for them is answered all the same.
+
+    Attributes:
+        dropped: the names of what was dropped, as in `tools[].web_search`.
+    """
+
+    _dropped: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def dropped(self) -> list[str]:
+        return self._dropped
+
+    @classmethod
+    def drop_hosted(cls, body: dict[str, Any], filtered: Filtered) -> dict[str, Any]:
+        """Return a body without what is hosted."""
+        raise NotImplementedError
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _drop(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        filtered = Filtered()
+        found = handler(cls.drop_hosted(dict(value), filtered) if isinstance(value, dict) else value)
+        found._dropped = filtered.dropped
+        return found
+
+
+class Filtered:
+    """Filters lists, and notes in `dropped` what is left out."""
+
+    def __init__(self) -> None:
+        self.dropped: list[str] = []
+
+    def of(self, where: str, parts: Any, ours: Collection[str | None]) -> Any:
+        """Return a list without the objects whose `type` is none of ours; anything else as it is."""
+        if not isinstance(parts, list):
+            return parts
+        hosted = [isinstance(part, dict) and _is_hosted(part.get("type"), ours) for part in parts]
+        names = (_name(part.get("type")) for part, is_hosted in zip(parts, hosted, strict=True) if is_hosted)
+        self.dropped += [f"{where}.{name}" for name in names]
+        return [part for part, is_hosted in zip(parts, hosted, strict=True) if not is_hosted]
+
+
+def _is_hosted(kind: Any, ours: Collection[str | None]) -> bool:
+    return (kind is None or isinstance(kind, str)) and kind not in ours
+
+
+def _name(kind: str | None) -> str:
+    """Return a kind without its version: web_search_20250305 is web_search."""
+    found = _LETTERS.match(kind or "")
+    return found[0].rstrip("_")[:40] if found else "unknown"
