@@ -22,9 +22,9 @@ from typing_extensions import Self
 
 from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.limits import INT32_MAX, RANGES
-from mixedkv.server.http.json_body import IGNORED as IGNORED
 from mixedkv.sessions.records import few
 
+IGNORED = "Accepted and ignored."  # beginning of the description of a field without effect
 MAX_SEED = 2**63 - 1
 MAX_STOPS = 16
 MAX_TOOLS = 128  # OpenAI's

@@ -121,8 +121,8 @@ class SessionKV:
         return sum(_remove_message(each, tenant, message_id) for each in self.models)
 
     def remove(self, entry: str | None = None, *, session: str | None = None, tenant: str = "") -> int:
-        for each in self.models if session is not None else ():
-            if each.engine.alive:
+        if session is not None:
+            for each in (each for each in self.models if each.engine.alive):
                 with suppress(ClosedError):  # it is being closed
                     each.engine.call(partial(each.engine.pool.forget, tenant, session)).result()
         return sum(store.remove(entry, session=session, tenant=tenant) for store in self._stores)

@@ -87,5 +87,5 @@ class MetadataStore(Protocol):
 
 
 def beside(store: str | Path) -> Path:
-    """Return the URL where the sessions of a store are written down unless another place is named."""
+    """Return the file in which the sessions of a store are written down unless another place is named."""
     return Path(store).absolute() / BESIDE_STORE

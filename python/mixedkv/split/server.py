@@ -117,17 +117,22 @@ async def start(
     reflection.enable_server_reflection(
         (wire.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server
     )
+    port = _bind(server, settings, credentials)
+    await server.start()
+    return server, port
+
+
+def _bind(
+    server: grpc.aio.Server, settings: SplitSettings, credentials: grpc.ServerCredentials | None
+) -> int:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"{host}:{settings.port}"
     try:
         if credentials is None:
-            port = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, credentials)
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, credentials))
     except RuntimeError as error:
         raise OSError(f"{address} cannot be listened on: {error}") from None
-    await server.start()
-    return server, port
 
 
 async def _serve(

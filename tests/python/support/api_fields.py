@@ -14,8 +14,7 @@ from openai.types.responses import response_create_params
 
 from mixedkv.server.api.response_schemas import ResponsesRequest
 from mixedkv.server.api.schemas import ChatRequest, CompletionRequest, EmbeddingRequest
-from mixedkv.server.fields import REFUSED, Model
-from mixedkv.server.http.json_body import IGNORED
+from mixedkv.server.fields import IGNORED, REFUSED, Model
 
 ENDPOINTS: dict[str, tuple[type, type[Model]]] = {
     "/v1/chat/completions": (chat_create_params.CompletionCreateParamsBase, ChatRequest),

@@ -20,11 +20,11 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
 from mixedkv.server.api_error import ApiError
+from mixedkv.server.fields import IGNORED
 from mixedkv.server.pools import LARGE
 
 log = logging.getLogger("mixedkv.server")
 
-IGNORED = "Accepted and ignored."  # beginning of the description of a field without effect
 # what names of fields look like; anything else may be somebody's text, which is never logged
 _NAME = re.compile(r"([a-z][a-z_]{0,39}(\[\])?\.)*[a-zA-Z][a-zA-Z_]{0,39}", re.ASCII)
 _MOST_TOLD = 32  # names in one response
