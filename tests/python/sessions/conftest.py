@@ -12,7 +12,7 @@ import pytest
 
 from mixedkv.sessions import ContextCacheManager
 from support.remote_servers import redis_server
-from support.session_support import Clock, Entries, empty
+from support.session_support import Clock, Entries, opened
 
 _NUMBER = itertools.count()
 
@@ -32,6 +32,14 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return "sqlite:" if request.param == "sqlite-memory" else f"sqlite:{tmp_path / 'sessions.sqlite'}"
 
 
+@pytest.fixture(params=["sqlite", "redis"])
+def shared_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of sessions that several managers or processes have."""
+    if request.param == "redis":
+        return str(request.getfixturevalue("redis_url"))
+    return f"sqlite:{tmp_path / 's'}"
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -48,12 +56,8 @@ def run(url: str, clock: Clock, entries: Entries) -> Callable[..., Any]:
 
     def run_(body: Callable[[ContextCacheManager], Awaitable[Any]]) -> Any:
         async def main() -> Any:
-            await empty(url)
-            manager = ContextCacheManager(url, entries, clock=clock)
-            try:
+            async with opened(url, store=entries, clock=clock) as (manager,):
                 return await body(manager)
-            finally:
-                await manager.close()
 
         return asyncio.run(main())
 
