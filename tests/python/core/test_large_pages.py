@@ -6,8 +6,8 @@ import mmap
 from pathlib import Path
 
 import pytest
-from mixedkv import Llama
 
+from mixedkv import Llama
 from support.tools.random_model import RandomModel
 
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")

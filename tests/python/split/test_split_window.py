@@ -21,7 +21,7 @@ from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.kv.cache import KVCache
 from mixedkv.split import client as client_module
 from mixedkv.split import split_pb2 as pb
-from mixedkv.split import split_pb2_grpc, wire
+from mixedkv.split import wire
 from mixedkv.split.client import SplitClient, SplitSession
 from mixedkv.split.export import Exported
 from mixedkv.split.head import Head
@@ -465,7 +465,7 @@ def _begun(head: Head, n: int, name: bytes = b"w" * 16) -> tuple[pb.Vectors, dic
 def _send(server: Running, *messages: pb.Vectors) -> tuple[Code, str, list[pb.Hidden]]:
     replies = []
     with grpc.insecure_channel(server.address) as channel:
-        stub: Any = split_pb2_grpc.SplitStub(channel)
+        stub: Any = wire.Stub(channel)
         try:
             for reply in stub.Evaluate(iter(messages)):
                 replies.append(reply)
@@ -558,8 +558,7 @@ def test_bytes_of_a_long_answer(real_model: Path, tmp_path: Path, drops: bool) -
     parts = split_support.split(real_model, tmp_path)
     with (
         Head(parts.head, n_threads=1) as head,
-        split_support.running(parts.body, n_ctx=n_ctx, threads=2) as server,
-        SplitClient(head, server.address) as client,
+        split_support.linked(parts, head, n_ctx=n_ctx, threads=2) as client,
         client.session() as session,
     ):
         client.can_drop = drops
