@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from mixedkv import Llama
 
+from mixedkv import Llama
 from support.tools.random_model import RandomModel
 
 pytestmark = pytest.mark.skipif(
@@ -21,7 +21,7 @@ def _asked_for(name: str) -> int:
     asked = 0
     for mapping in mappings:
         first, *rest = mapping.splitlines()
-        of = (first.split(maxsplit=5) + [""])[5]
+        of = [*first.split(maxsplit=5), ""][5]
         if of == name and "hg" in rest[-1].split():
             begin, end = first.split()[0].split("-")
             asked += int(end, 16) - int(begin, 16)
