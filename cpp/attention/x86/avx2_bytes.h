@@ -34,7 +34,12 @@ struct avx2_bytes {
     static __m256i dot(__m256i sum, __m256i x, __m256i y) { return _mm256_dpbusd_avx_epi32(sum, x, y); }
     static __m256i whole(__m256i sum) { return sum; }
 #else
-    static __m256i dot(__m256i sum, __m256i x, __m256i y) { return _mm256_add_epi16(sum, _mm256_maddubs_epi16(x, y)); }
+    static __m256i dot(__m256i sum, __m256i x, __m256i y) {
+        sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(x, y));
+        // GCC 12 else forms all products of a block before it adds them, and has to store them.
+        __asm__ volatile("" : "+x"(sum));
+        return sum;
+    }
     static __m256i whole(__m256i sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
 #endif
     // in registers: see avx2_integers::ints8
@@ -201,12 +206,39 @@ struct avx2_bytes {
         }
     }
 
+    // all += weights of 32 keys times what two vectors of 8 elements of each four of them hold, `step` vectors apart;
+    // those of a four that is not there are zero.
+    template <int R>
+    static void add_keys(const __m256i * x, int step, const int32_t (*ints)[16], int half, ints8 (&all)[R][2]) {
+        ints8 sums[R][2];
+        for (int r = 0; r < R; r++) {
+            sums[r][0] = sums[r][1] = ints8{};
+        }
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) {
+            const __m256i first = x[step * i], second = x[step * i + 1];
+#pragma GCC unroll 4
+            for (int r = 0; r < R; r++) {
+                const __m256i weights = _mm256_set1_epi32(ints[r][8 * half + dword_of(i)]);
+                sums[r][0]            = ints8(dot(__m256i(sums[r][0]), weights, first));
+                sums[r][1]            = ints8(dot(__m256i(sums[r][1]), weights, second));
+            }
+        }
+        for (int r = 0; r < R; r++) {
+            all[r][0] += ints8(whole(__m256i(sums[r][0])));
+            all[r][1] += ints8(whole(__m256i(sums[r][1])));
+        }
+    }
+
     // acc[R][32] += weights times one block of elements of fours of n keys; ints[r]: fours of weights
     template <row_type, int R>
     static void add_block(const char * p, int64_t row, int n, const key_groups<4> & fours, const int32_t * negative,
                           prefetcher & ahead, const int32_t (*ints)[16], const float * scales, float * acc,
                           int64_t ld) {
         alignas(32) __m256i opened[16][4];
+        if (fours.n < 16) {
+            std::memset(opened, 0, sizeof(opened));
+        }
         fours.for_each([&](int i) {
             ahead.step(1);
             four(p + 4 * i * row, row, n - 4 * i, negative[i], opened[i]);
@@ -216,26 +248,8 @@ struct avx2_bytes {
             for (int r = 0; r < R; r++) {
                 all[r][0] = all[r][1] = ints8{};
             }
-            int at = 0;
-            for (int end = 8; end <= 16; end += 8) {
-                ints8 sums[R][2];
-                for (int r = 0; r < R; r++) {
-                    sums[r][0] = sums[r][1] = ints8{};
-                }
-                for (; at < fours.n && fours.at[at] < end; at++) {
-                    const int     i     = fours.at[at];
-                    const __m256i first = opened[i][2 * part], second = opened[i][2 * part + 1];
-                    for (int r = 0; r < R; r++) {
-                        const __m256i weights = _mm256_set1_epi32(ints[r][dword_of(i)]);
-                        sums[r][0]            = ints8(dot(__m256i(sums[r][0]), weights, first));
-                        sums[r][1]            = ints8(dot(__m256i(sums[r][1]), weights, second));
-                    }
-                }
-                for (int r = 0; r < R; r++) {
-                    all[r][0] += ints8(whole(__m256i(sums[r][0])));
-                    all[r][1] += ints8(whole(__m256i(sums[r][1])));
-                }
-            }
+            add_keys<R>(opened[0] + 2 * part, 4, ints, 0, all);
+            add_keys<R>(opened[8] + 2 * part, 4, ints, 1, all);
             add_sums<R>(all, scales, acc + 16 * part, ld);
         }
     }
@@ -278,9 +292,11 @@ struct avx2_bytes {
     template <row_type>
     static void open_values(const char * p, int64_t row, int n, int b, const value_scales & of, float * panel) {
         __m256i * to = reinterpret_cast<__m256i *>(panel) + 64 * b;
-        for (int i = 0; i < n; i += 4, to += 2) {
-            __m256i x[4];
-            four(p + i * row, row, n - i, of.negative[b % 4][i / 4], x);
+        for (int i = 0; i < key_block; i += 4, to += 2) {
+            __m256i x[4] = {};
+            if (i < n) {
+                four(p + i * row, row, n - i, of.negative[b % 4][i / 4], x);
+            }
             to[0]  = x[0];
             to[1]  = x[1];
             to[32] = x[2];
@@ -298,24 +314,8 @@ struct avx2_bytes {
             for (int r = 0; r < R; r++) {
                 all[r][0] = all[r][1] = ints8{};
             }
-            for (int first = 0; 4 * first < n; first += 8) {
-                ints8 sums[R][2];
-                for (int r = 0; r < R; r++) {
-                    sums[r][0] = sums[r][1] = ints8{};
-                }
-                for (int i = first; i < first + 8 && 4 * i < n; i++, values += 2) {
-                    const __m256i x = values[0], y = values[1];
-                    const int     at = dword_of(i);
-                    for (int r = 0; r < R; r++) {
-                        const __m256i weights = _mm256_set1_epi32(ints[r][at]);
-                        sums[r][0]            = ints8(dot(__m256i(sums[r][0]), weights, x));
-                        sums[r][1]            = ints8(dot(__m256i(sums[r][1]), weights, y));
-                    }
-                }
-                for (int r = 0; r < R; r++) {
-                    all[r][0] += ints8(whole(__m256i(sums[r][0])));
-                    all[r][1] += ints8(whole(__m256i(sums[r][1])));
-                }
+            for (int half = 0; 32 * half < n; half++) {
+                add_keys<R>(values + 16 * half, 2, ints, half, all);
             }
             add_sums<R>(all, scales, acc + 16 * part, ld);
         }
