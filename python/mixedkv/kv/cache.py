@@ -151,11 +151,14 @@ class KVCache(Evaluating):
         """Put a block's rows in the place of those that a sequence has at its positions. What is behind them
         stays. Rows of other types than the cache's are converted.
 
+        Args:
+            block: as `export` gave it, but for its layers' types and rows.
+            seq: the sequence.
+
         Raises:
             ValueError: the block does not fit the model, or is not a range of positions of the sequence.
             UnsupportedModelError: rows cannot be removed from this cache (see `can_cut`).
         """
-        block = KVBlock.from_arrays(block.describe(), block.to_arrays())
         n = self._llama.n_tokens
         self.remove(seq, block.p0, block.p1)
         if seq == 0:
