@@ -12,6 +12,7 @@ from mixedkv.sizes import GB, parse_duration, parse_size
 from mixedkv.streaming.layer_choice import Asked, parse_layers
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 
 def add(
@@ -38,17 +39,14 @@ def add_n_predict(parser: Any, default: int = 128) -> None:
     add(parser, "-n --n-predict", "N", text, length, default=default)
 
 
-def number(kind: type, low: float, high: float, wrong: str) -> Callable[[str], Any]:
+def number(kind: Callable[[str], N], low: float, high: float, wrong: str) -> Callable[[str], N]:
     """Return a parser of numbers in a range; `wrong` is said of others."""
 
-    def read(text: str) -> Any:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or "_" in text or not low <= value <= high:
-            raise ArgumentTypeError(f"{text!r}{wrong}")
-        return value
+    def read(text: str) -> N:
+        with contextlib.suppress(ValueError):
+            if "_" not in text and low <= (value := kind(text)) <= high:
+                return value
+        raise ArgumentTypeError(f"{text!r}{wrong}")
 
     return read
 
@@ -65,7 +63,7 @@ temperature = number(float, 0, 1e30, " is not a temperature: use 0 or more")
 def length(text: str) -> int:
     """Parse the length of an answer; -1 is up to its end or that of the context."""
     try:
-        return -1 if text == "-1" else int(positive(text))
+        return -1 if text == "-1" else positive(text)
     except ArgumentTypeError:
         raise ArgumentTypeError(f"{text!r} is not a number of tokens: use 1 or more, or -1 for all") from None
 
