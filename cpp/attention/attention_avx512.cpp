@@ -9,17 +9,6 @@
 namespace mixedkv {
 namespace {
 
-template <class Decode, class Prefill>
-void run_integers(const attention_item & w) {
-    if (w.decode && integer_decode<Decode>::fits(*w.args)) {
-        return integer_decode<Decode>::run(w);
-    }
-    if (!w.decode && integer_prefill<Prefill>::fits(*w.args)) {
-        return integer_prefill<Prefill>::run(w);
-    }
-    tile<avx512>::run(w);
-}
-
 void run(const attention_item & w) {
     if (w.args->rounding == 8) {
         return run_integers<vnni_bytes, vnni_bytes>(w);

@@ -72,6 +72,24 @@ struct avx2 {
                                       dword_at(rows[6] + at), dword_at(rows[7] + at)));
     }
 
+    // The first and the second of 16 bytes, of which fewer may be needed
+    static void two_dwords(const char * const * rows, size_t at, ints & first, ints & second) {
+        const __m256i a = _mm256_unpacklo_epi32(load_pair(rows, 0, at), load_pair(rows, 1, at));
+        const __m256i b = _mm256_unpacklo_epi32(load_pair(rows, 2, at), load_pair(rows, 3, at));
+        first           = ints(_mm256_unpacklo_epi64(a, b));
+        second          = ints(_mm256_unpackhi_epi64(a, b));
+    }
+
+    // Bits 4 g to 4 g + 3 of a lane, each as the fifth of a byte. An odd group's lie in the upper half of a byte.
+    static ints fifths(ints bits, int g) {
+        const int     byte  = g / 2 * 0x01010101;
+        const __m256i order = _mm256_setr_epi32(byte, byte + 0x04040404, byte + 0x08080808, byte + 0x0c0c0c0c, byte,
+                                                byte + 0x04040404, byte + 0x08080808, byte + 0x0c0c0c0c);
+        const __m256i four  = _mm256_shuffle_epi8(__m256i(g % 2 ? bits : bits << 4), order);
+        const __m256i one   = _mm256_and_si256(four, _mm256_set1_epi32(int(0x80402010)));
+        return ints(_mm256_min_epu8(one, _mm256_set1_epi8(0x10)));
+    }
+
     // Of lanes below 2^16
     static floats from_halves(ints x) {
         const __m256i packed = _mm256_packus_epi32(__m256i(x), __m256i(x));

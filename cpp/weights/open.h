@@ -26,10 +26,10 @@ MIXEDKV_INLINE Ints high_nibbles(Ints x) {
     return x >> 4 & 0x0f0f0f0f;
 }
 
-// The fifth bits of four elements, from the lowest bits of a lane
+// Bit b of each byte of a lane, as the fifth of an element
 template <class Ints>
-MIXEDKV_INLINE Ints spread(Ints bits) {
-    return ((bits & 15) * 0x00204081 & 0x01010101) << 4;
+MIXEDKV_INLINE Ints fifth_bit(Ints bytes, int b) {
+    return (b < 4 ? bytes << (4 - b) : bytes >> (b - 4)) & 0x10101010;
 }
 
 // Low nibbles are groups 0 to 3, high nibbles 4 to 7.
@@ -49,16 +49,15 @@ MIXEDKV_INLINE void open_nibbles(const char * const * rows, size_t at, Out & out
     put_nibbles<V>(lines, out);
 }
 
-// With a dword of fifth bits
+// With a dword of fifth bits: bit i is that of element i.
 template <class V, class Out>
-MIXEDKV_INLINE void open_fives(const char * const * rows, size_t fifth_at, size_t at, Out & out) {
-    const typename V::ints fifth = V::dwords(rows, fifth_at);
-    typename V::ints       lines[4];
+MIXEDKV_INLINE void open_fives(typename V::ints fifth, const char * const * rows, size_t at, Out & out) {
+    typename V::ints lines[4];
     V::lines(rows, at, lines);
 #pragma GCC unroll 8
     for (int g = 0; g < groups; g++) {
         const typename V::ints four = g < 4 ? low_nibbles(lines[g % 4]) : high_nibbles(lines[g % 4]);
-        out.values(0, g, four | spread(fifth >> 4 * g));
+        out.values(0, g, four | V::fifths(fifth, g));
     }
     out.done(0);
 }
@@ -69,8 +68,7 @@ MIXEDKV_INLINE void open_scale(const char * const * rows, size_t at, Out & out) 
 }
 
 template <class V, class Out>
-MIXEDKV_INLINE void open_scale_and_least(const char * const * rows, size_t at, Out & out) {
-    const typename V::ints both = V::dwords(rows, at);
+MIXEDKV_INLINE void put_scale_and_least(typename V::ints both, Out & out) {
     out.scale(0, 0, V::from_halves(both & 0xffff));
     out.least(0, V::from_halves(both >> 16));
 }
@@ -83,20 +81,24 @@ MIXEDKV_INLINE void open(const row_q4_0 *, const char * const * rows, size_t at,
 
 template <class V, class Out>
 MIXEDKV_INLINE void open(const row_q4_1 *, const char * const * rows, size_t at, Out & out) {
-    open_scale_and_least<V>(rows, at, out);
+    put_scale_and_least<V>(V::dwords(rows, at), out);
     open_nibbles<V>(rows, at + offsetof(row_q4_1, nibbles), out);
 }
 
 template <class V, class Out>
 MIXEDKV_INLINE void open(const row_q5_0 *, const char * const * rows, size_t at, Out & out) {
-    open_scale<V>(rows, at, out);
-    open_fives<V>(rows, at + offsetof(row_q5_0, fifth), at + offsetof(row_q5_0, nibbles), out);
+    typename V::ints first, second;
+    V::two_dwords(rows, at, first, second);
+    out.scale(0, 0, V::from_halves(first & 0xffff));
+    open_fives<V>(first >> 16 | second << 16, rows, at + offsetof(row_q5_0, nibbles), out);
 }
 
 template <class V, class Out>
 MIXEDKV_INLINE void open(const row_q5_1 *, const char * const * rows, size_t at, Out & out) {
-    open_scale_and_least<V>(rows, at, out);
-    open_fives<V>(rows, at + offsetof(row_q5_1, fifth), at + offsetof(row_q5_1, nibbles), out);
+    typename V::ints both, fifth;
+    V::two_dwords(rows, at, both, fifth);
+    put_scale_and_least<V>(both, out);
+    open_fives<V>(fifth, rows, at + offsetof(row_q5_1, nibbles), out);
 }
 
 template <class V, class Out>
@@ -241,14 +243,13 @@ MIXEDKV_INLINE void open(const row_q5_k *, const char * const * rows, size_t at,
         factors.put(b, out);
 #pragma GCC unroll 8
         for (int g = 0; g < groups; g++) {
-            out.values(b, g, low_nibbles(lines[g / 4][g % 4]) | (fifth[g / 4][g % 4] >> b & 0x01010101) << 4);
+            out.values(b, g, low_nibbles(lines[g / 4][g % 4]) | fifth_bit(fifth[g / 4][g % 4], b));
         }
         out.done(b);
         factors.put(b + 1, out);
 #pragma GCC unroll 8
         for (int g = 0; g < groups; g++) {
-            out.values(b + 1, g,
-                       high_nibbles(lines[g / 4][g % 4]) | (fifth[g / 4][g % 4] >> (b + 1) & 0x01010101) << 4);
+            out.values(b + 1, g, high_nibbles(lines[g / 4][g % 4]) | fifth_bit(fifth[g / 4][g % 4], b + 1));
         }
         out.done(b + 1);
     }

@@ -82,6 +82,14 @@ struct avx512 {
             dword_at(rows[12] + at), dword_at(rows[13] + at), dword_at(rows[14] + at), dword_at(rows[15] + at)));
     }
 
+    static void two_dwords(const char * const * rows, size_t at, ints & first, ints & second) {
+        first  = dwords(rows, at);
+        second = dwords(rows, at + 4);
+    }
+
+    // Bits 4 g to 4 g + 3 of a lane, each as the fifth of a byte
+    static ints fifths(ints bits, int g) { return ((bits >> 4 * g & 15) * 0x00204081 & 0x01010101) << 4; }
+
     static floats from_halves(ints x) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(__m512i(x))); }
 
     static ints signed_byte(ints x, int i) {

@@ -16,7 +16,15 @@ class ModelReadError(OSError):
 
 
 class ContextLengthError(ValueError):
-    """A prompt is empty, or longer than the context."""
+    """A prompt is empty, or longer than the context.
+
+    Attributes:
+        n_tokens, most: the prompt's tokens, and how many the context takes; 0 where they were not counted.
+    """
+
+    def __init__(self, message: str, n_tokens: int = 0, most: int = 0) -> None:
+        super().__init__(message)
+        self.n_tokens, self.most = n_tokens, most
 
 
 class ContextBusyError(RuntimeError):

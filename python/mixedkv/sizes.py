@@ -8,8 +8,8 @@ import re
 from mixedkv import _core
 
 GB, MB = 10**9, 10**6
-_DURATION = re.compile(r"(?P<number>\d+\.?\d*|\.\d+) *(?P<unit>s|min|h|d|w)?", re.ASCII)
-_SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+_SECONDS = {"ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+_PART = re.compile(r"(\d{1,12}\.?\d{0,9}|\.\d{1,9}) *(ms|min|[smhdw])", re.ASCII)
 
 
 def parse_size(text: str, unit: int = 1, least: int = 1) -> int:
@@ -64,13 +64,14 @@ def format_bytes(n: int, *, enough: bool = False) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """Convert "30d", "12h", "2w" or "90" to seconds; units are s, min, h, d (24 hours) and w.
+    """Convert "30d", "1h30m" or "90" to seconds; units are ms, s, min or m, h, d (24 hours) and w.
 
     Raises:
         ValueError: it is no duration.
     """
-    found = _DURATION.fullmatch(text.strip().lower())
-    value = float(found["number"]) * _SECONDS[found["unit"] or "s"] if found else 0.0
-    if not 0 < value < 2**40:
+    parts = text.strip().lower()
+    parts += "" if parts[-1:].isalpha() else "s"
+    value = sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(parts))
+    if _PART.sub("", parts) or not 0 < value < 2**40:
         raise ValueError(f"{text!r} is not a duration: use e.g. 30d, 12h or 90min")
     return value

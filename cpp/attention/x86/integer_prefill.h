@@ -243,5 +243,16 @@ struct integer_prefill {
     }
 };
 
+template <class Decode, class Prefill>
+void run_integers(const attention_item & w) {
+    if (w.decode && integer_decode<Decode>::fits(*w.args)) {
+        return integer_decode<Decode>::run(w);
+    }
+    if (!w.decode && integer_prefill<Prefill>::fits(*w.args)) {
+        return integer_prefill<Prefill>::run(w);
+    }
+    tile<typename Decode::L>::run(w);
+}
+
 } // namespace
 } // namespace mixedkv

@@ -351,10 +351,13 @@ void llama_kv_hot_slots::advance(
         release_cells(strm, idxs[s]);
 
         if (dirty[strm]) {
-            for (uint32_t seq_id = 0; seq_id < n_seq_max; ++seq_id) {
-                begins[seq_id] = seq_to_stream[seq_id] == strm ? 0 : begins[seq_id];
-            }
             release_unwanted(strm, window);
+            // what is left before a sequence's window is wanted by others, who let it go
+            for (uint32_t seq_id = 0; seq_id < n_seq_max; ++seq_id) {
+                if (seq_to_stream[seq_id] == strm) {
+                    begins[seq_id] = window.held_begin(v_cells[strm].seq_pos_max(seq_id));
+                }
+            }
             dirty[strm] = false;
         }
         release_left(strm, ubatch);

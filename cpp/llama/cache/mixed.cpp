@@ -260,6 +260,17 @@ void llama_kv_cache_mixed::clear(bool data) {
 }
 
 bool llama_kv_cache_mixed::seq_rm(llama_seq_id seq_id, llama_pos p0, llama_pos p1) {
+    // before each token llama_cpp.Llama removes what lies behind the last one
+    const auto ends_before = [&](llama_seq_id s) { return v_cells[seq_to_stream[s]].seq_pos_max(s) < p0; };
+    if (seq_id >= 0 && ends_before(seq_id)) {
+        return true;
+    }
+    for (llama_seq_id s = 0; seq_id < 0 && ends_before(s);) {
+        if (++s == (llama_seq_id) n_seq_max) {
+            return true;
+        }
+    }
+
     const bool res = llama_kv_cache::seq_rm(seq_id, p0, p1);
     if (!is_trial) {
         hot.release_dead();

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from typing import TypeAlias
 
@@ -40,7 +40,8 @@ _NOISE_OF_SINK = 5.0
 _FAR = 1024  # tokens before a piece whose changes are used for it
 # In the first layer a row depends on token and position alone. Q4_0 keys, turned, are off by .11 in the
 # median; turned to the next position by .22, and rows of other tokens by .8 in K and 1.2 in V. Context
-# changes rows of other layers by their own size and more.
+# changes rows of other layers by their own size and more. Of those that are not corrected the first piece of
+# a passage is looked at.
 _FIRST_K, _FIRST_V, _OTHER = 0.16, 0.6, 3.0
 _FIRST_PIECE, _GROWTH = 32, 4
 _KEPT_AS_THEY_ARE = 1 / 2  # of the layers, the first ones: their rows carry little of the error
@@ -83,8 +84,14 @@ class Drift:
     ) -> None:
         self._kv, self._seq, self._begin, self._chosen = kv, seq, begin, chosen
         self._at, self._n_noted = np.flatnonzero(chosen), 0
+        looked = begin + pieces(end - begin)[0][1]
         with _blas().limit(limits=1):
             self._layers = {view.info.il: _Layer(view, seq, begin, end, chosen) for view in views}
+            self._others = {
+                il: _Layer(kv.layer(il), seq, begin, looked, chosen[: looked - begin])
+                for il in (layer.il for layer in kv.layers)
+                if il not in self._layers
+            }
 
     def correct(self, tokens: Tokens, low: int, high: int) -> None:
         """Correct each row of [low, high) that was not chosen, by the changes of the chosen rows up to
@@ -103,6 +110,8 @@ class Drift:
         rows = {il: layer.read(self._seq, p0, p1) for il, layer in self._layers.items()}
         for il, layer in self._layers.items():
             layer.note(part, rows[il][mask])
+        for layer in self._others.values() if low == 0 else ():
+            layer.look(self._seq)
         self._n_noted = part.stop
         self._check()
         near = (self._at < high) & (self._at >= low - _FAR)
@@ -133,9 +142,11 @@ class Drift:
         if self._n_noted < _LEAST:
             return
         first = min(self._layers)
-        off = np.median([layer.off[:, : self._n_noted] for layer in self._layers.values()], axis=2)
-        for il, each in zip(self._layers, off, strict=True):
-            for which, size in zip("KV", each, strict=False):
+        for il, layer in {**self._layers, **self._others}.items():
+            off = layer.off[:, : self._n_noted]
+            if off.shape[1] < _LEAST:
+                continue
+            for which, size in zip("KV", np.median(off, axis=1), strict=False):
                 bound = _OTHER if il != first else _FIRST_K if which == "K" else _FIRST_V
                 if not size <= bound:  # NaN and infinity are damage too
                     passage = f"[{self._begin}, {self._begin + len(self._chosen)})"
@@ -175,7 +186,8 @@ class _Places:
 
 
 class _Layer:
-    """The chosen rows of a passage in one layer: what they were in the donor, and what evaluation changed.
+    """The chosen rows of a passage, or of its beginning, in one layer: what they were in the donor, and what
+    evaluation changed.
 
     A row is K and behind it V, where the layer has any, as the model computes them.
 
@@ -185,18 +197,33 @@ class _Layer:
 
     def __init__(self, view: LayerView, seq: int, begin: int, end: int, chosen: Mask) -> None:
         self._view, self._width_k = view, view.info.n_head_kv * view.info.head_size_k
+        self._begin, self._chosen = begin, chosen
         self._before = self.read(seq, begin, end)[chosen]
         self._change = np.zeros_like(self._before)
-        self._middle = self._before.mean(axis=0) if len(self._before) else 0.0
-        self._units = self._unit(self._before)
-        self._alike = self._units @ self._units.T
         self.off: Rows = np.zeros((2 if view.info.head_size_v else 1, len(self._before)), np.float32)
+
+    @cached_property
+    def _middle(self) -> Rows:
+        return self._before.mean(axis=0) if len(self._before) else np.float32(0)
+
+    @cached_property
+    def _units(self) -> Rows:
+        return self._unit(self._before)
+
+    @cached_property
+    def _alike(self) -> Rows:
+        return self._units @ self._units.T
 
     def read(self, seq: int, p0: int, p1: int) -> Rows:
         """Return the rows at [p0, p1) of a sequence."""
         reads = [self._view.k, self._view.v][: 2 if self._view.info.head_size_v else 1]
         rows = [read(seq, p0, p1, basis="model") for read in reads]
         return np.concatenate([each.reshape(len(each), -1) for each in rows], axis=1)
+
+    def look(self, seq: int) -> None:
+        """Record the changes of all chosen rows."""
+        rows = self.read(seq, self._begin, self._begin + len(self._chosen))
+        self.note(slice(None), rows[self._chosen])
 
     def note(self, part: slice, rows: Rows) -> None:
         """Record the changes of those chosen rows that have just been evaluated."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import TypeAlias, TypeVar
 
 import llama_cpp
@@ -26,7 +27,11 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 _T = TypeVar("_T")
 _Work: TypeAlias = Generator[None, None, _T]  # yields after each piece
 _QUESTION = 64  # most tokens at the end of the prompt that choose the others
-_DRAFT = 8  # tokens generated after it that choose, too
+_DRAFT = 8  # tokens generated after it that choose, too, at most
+_PER_DRAFTED = (
+    200  # tokens of the prompt for each of these, which costs as much as some ten; more are drafted
+)
+# while they repeat a passage
 _TOGETHER = 512  # tokens of two passages whose choice is evaluated at once
 # Attention to a token counts for the next one, itself, and those before it, which tell what it refers to:
 # if these stay unrepaired, the repaired token states the wrong thing more clearly.
@@ -143,26 +148,28 @@ class Stitch:
         prefill over the rows as they came, and a few tokens after it. The question alone does not find what
         the answer repeats.
         """
-        n = len(self._tokens)
+        n, llm = len(self._tokens), self._llm
         begin = max(self._segments[-1].end, n - _QUESTION)
-        mass = yield from self._evaluate(np.arange(begin, n - 1), watch=n)
-        looks, token = self._next(int(self._tokens[-1]), n - 1)
-        mass = (mass + looks) * np.float32(_DRAFT / (n - begin))  # as much as the draft
-        for position in range(n, min(n + _DRAFT, self._llm.n_ctx())):
-            yield
-            if llama_cpp.llama_vocab_is_eog(_llama_cpp.vocab(self._llm), token):
+        mass = yield from self._evaluate(np.arange(begin, n), watch=n, logits=True)
+        drafted, last, looks = 0, int(self._tokens[-1]), np.zeros(n, np.float32)
+        pairs = {
+            pair for each in self._segments for pair in pairwise(self._tokens[each.begin : each.end].tolist())
+        }
+        paid = max(2, n // _PER_DRAFTED)
+        while drafted < min(_DRAFT, llm.n_ctx() - n):
+            token = int(last_logits(llm).argmax())
+            repeats = (last, token) in pairs
+            if llama_cpp.llama_vocab_is_eog(_llama_cpp.vocab(llm), token) or not (drafted < paid or repeats):
                 break
-            looks, token = self._next(token, position)
-            mass += looks
-        self._llm.kv.remove(self._seq, begin)
+            yield
+            looks += llm.kv.fill([token], [n + drafted], self._seq, logits=True, watch=n)
+            drafted, last = drafted + 1, token
+            self._work += 1
+        llm.kv.remove(self._seq, begin)
+        mass = mass / np.float32(n - begin) + looks / np.float32(
+            max(1, drafted)
+        )  # the question counts as much
         return np.convolve(mass, _NEAR[::-1])[len(_NEAR) - 2 :][:n].astype(np.float32)
-
-    def _next(self, token: int, position: int) -> tuple[Floats, int]:
-        """Return how much a token looks at each other, float32 [n], and the likeliest one after it."""
-        watch = len(self._tokens)
-        looks = self._llm.kv.fill([token], [position], self._seq, logits=True, watch=watch)
-        self._work += 1
-        return looks, int(last_logits(self._llm).argmax())
 
     def _deviation(self) -> _Work[Floats]:
         """Return V of the second layer as the whole prompt gives it, float32 [n, width]; 0 outside the
@@ -189,7 +196,12 @@ class Stitch:
         return layers[min(1, len(layers) - 1)].il
 
     def _evaluate(
-        self, positions: npt.NDArray[np.int64], *, last_layer: int | None = None, watch: int = 0
+        self,
+        positions: npt.NDArray[np.int64],
+        *,
+        last_layer: int | None = None,
+        watch: int = 0,
+        logits: bool = False,
     ) -> _Work[Floats]:
         """Evaluate the prompt's tokens at these positions, a batch at a time; return their attention, float32
         [watch].
@@ -201,7 +213,7 @@ class Stitch:
             some = positions[done : done + self._size]
             if len(some):
                 mass += self._llm.kv.fill(
-                    self._tokens[some], some, self._seq, last_layer=last_layer, watch=watch
+                    self._tokens[some], some, self._seq, last_layer=last_layer, watch=watch, logits=logits
                 )
             done += len(some)
             self._work += part * len(some)

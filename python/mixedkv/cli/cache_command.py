@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mixedkv.cli.values import duration, gigabytes
+from mixedkv.cli.model import quiet
+from mixedkv.cli.values import add, add_switch, duration, gigabytes
+from mixedkv.model.named_model import HELP as MODEL_HELP
+from mixedkv.model.named_model import find_model
 from mixedkv.sizes import format_bytes
+from mixedkv.tokens import Tokens, as_tokens
 
 if TYPE_CHECKING:
     from mixedkv.store import KVStore
     from mixedkv.store.results import EntryInfo, MessageInfo
-import json
-
-from mixedkv.cli.model import quiet
-from mixedkv.model.named_model import HELP as MODEL_HELP
-from mixedkv.model.named_model import find_model
-from mixedkv.tokens import Tokens, as_tokens
 
 _ANY_SIZE_GB = 2.0**29
 _ID_SHOWN = 12
@@ -32,63 +31,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     ls = _add(actions, "ls", _ls, "list what is stored, last used first")
-    ls.add_argument("--messages", action="store_true", help="list chat messages by id, with their entries")
-    ls.add_argument("--tenant", metavar="NAME", help="with --messages: only this tenant's")
+    add_switch(ls, "--messages", "list chat messages by id, with their entries")
+    add(ls, "--tenant", "NAME", "with --messages: only this tenant's")
     rm = _add(actions, "rm", _rm, "remove entries, and what builds on them")
-    rm.add_argument(
-        "entry", nargs="*", metavar="ID", help="entries to remove, by the first digits of their ids"
-    )
-    rm.add_argument("--session", metavar="NAME", help="remove what belongs to this session alone")
-    rm.add_argument("--message", metavar="ID", help="remove all entries that hold this chat message")
-    rm.add_argument("--tenant", metavar="NAME", default="", help="tenant of the session or message")
-    rm.add_argument("--all", action="store_true", help="remove all entries")
-    rm.add_argument(
-        "--remote", metavar="URL", help="also remove it from this remote, as --store-remote of the server"
-    )
+    add(rm, "entry", "ID", "entries to remove, by the first digits of their ids", nargs="*")
+    add(rm, "--session", "NAME", "remove what belongs to this session alone")
+    add(rm, "--message", "ID", "remove all entries that hold this chat message")
+    add(rm, "--tenant", "NAME", "tenant of the session or message", default="")
+    add_switch(rm, "--all", "remove all entries")
+    add(rm, "--remote", "URL", "also remove it from this remote, as --store-remote of the server")
     _add(actions, "verify", _verify, "read everything, remove what is damaged")
     rekey = _add(actions, "rekey", _rekey, "give an encrypted store another master key, also its sessions")
-    rekey.add_argument(
-        "--new-key", metavar="SOURCE", required=True, help="the new master key, given as for --key"
-    )
+    add(rekey, "--new-key", "SOURCE", "the new master key, given as for --key", required=True)
     encrypt = _add(actions, "encrypt", _encrypt, "encrypt what was stored before the store had a key")
-    encrypt.add_argument(
-        "--tenant",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help="also keep the message ids of this tenant, whose name is stored as a hash; repeat for more",
+    text = "also keep the message ids of this tenant, whose name is stored as a hash; repeat for more"
+    add(encrypt, "--tenant", "NAME", text, action="append", default=[])
+    packed = _add(actions, "import", run_import, "store a packed cache of another program, for an f16 cache")
+    add(packed, "packed", "FILE", "file with the packed cache", Path)
+    add(packed, "-m --model", "MODEL", MODEL_HELP)
+    text_or_tokens = packed.add_mutually_exclusive_group(required=True)
+    add(text_or_tokens, "--tokens", "FILE", "file with the token ids of the cache, a JSON list", Path)
+    add(text_or_tokens, "--text", "FILE", "file with the text of the cache, to be tokenized", Path)
+    packed.add_argument(
+        "--rotary",
+        choices=("auto", "half", "interleaved"),
+        default="auto",
+        help="how RoPE paired the elements of a head (default: auto, whichever has this model's rows)",
     )
-    packed = _add(
-        actions,
-        "import",
-        run_import,
-        "store a packed cache of another program, for an f16 cache",
-    )
-    _add_import(packed)
+    add(packed, "--tenant", "NAME", "tenant to store the entry for", default="")
     gc = _add(actions, "gc", _gc, "remove what was left behind by killed programs")
-    gc.add_argument(
-        "--max-gb",
-        metavar="SIZE",
-        type=gigabytes,
-        help="also shrink the store to this size, in 10^9 bytes or as 20GiB",
-    )
-    gc.add_argument(
-        "--older-than",
-        metavar="TIME",
-        type=duration,
-        help="also remove entries that were not used for this long, e.g. 30d, 12h",
-    )
-    gc.add_argument(
-        "--eviction", metavar="lru|oldest|gdsf", default="lru", help="which entries leave first for --max-gb"
-    )
+    add(gc, "--max-gb", "SIZE", "also shrink the store to this size, in 10^9 bytes or as 20GiB", gigabytes)
+    text = "also remove entries that were not used for this long, e.g. 30d, 12h"
+    add(gc, "--older-than", "TIME", text, duration)
+    add(gc, "--eviction", "lru|oldest|gdsf", "which entries leave first for --max-gb", default="lru")
 
 
 def _add(actions: Any, name: str, command: Any, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = actions.add_parser(name, help=text, description=f"{text.capitalize()}.")
-    parser.add_argument("--store", metavar="DIR", type=Path, required=True, help="folder of the store")
-    parser.add_argument(
-        "--key", metavar="SOURCE", help="master key of an encrypted store: env:NAME or file:PATH"
-    )
+    add(parser, "--store", "DIR", "folder of the store", Path, required=True)
+    add(parser, "--key", "SOURCE", "master key of an encrypted store: env:NAME or file:PATH")
     parser.set_defaults(command=command)
     return parser
 
@@ -239,25 +220,6 @@ def _shorten(label: str) -> str:
 
 
 _SPARE = 16  # tokens of the context besides the packed cache's
-
-
-def _add_import(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("packed", metavar="FILE", type=Path, help="file with the packed cache")
-    parser.add_argument("-m", "--model", metavar="MODEL", help=MODEL_HELP)
-    text = parser.add_mutually_exclusive_group(required=True)
-    text.add_argument(
-        "--tokens", metavar="FILE", type=Path, help="file with the token ids of the cache, a JSON list"
-    )
-    text.add_argument(
-        "--text", metavar="FILE", type=Path, help="file with the text of the cache, to be tokenized"
-    )
-    parser.add_argument(
-        "--rotary",
-        choices=("auto", "half", "interleaved"),
-        default="auto",
-        help="how RoPE paired the elements of a head (default: auto, whichever has this model's rows)",
-    )
-    parser.add_argument("--tenant", metavar="NAME", default="", help="tenant to store the entry for")
 
 
 def run_import(args: argparse.Namespace) -> None:

@@ -19,9 +19,15 @@ from mixedkv.cli.chat_commands import ChatCommands
 from mixedkv.cli.chat_history import ChatHistory
 from mixedkv.cli.chat_markdown import markdown_shown, show_markdown
 from mixedkv.cli.chat_terminal import StopSignal, questions
-from mixedkv.cli.model import add_llama_arguments, image_encoder, open_model, quiet
-from mixedkv.cli.sampling import add_sampling_arguments, sampling_options
-from mixedkv.cli.values import add_n_predict, duration, gigabytes
+from mixedkv.cli.model import (
+    add_llama_arguments,
+    add_sampling_arguments,
+    image_encoder,
+    open_model,
+    quiet,
+    sampling_options,
+)
+from mixedkv.cli.values import add, add_n_predict, add_switch, duration, gigabytes
 from mixedkv.cli.words import add_place, flags, one_model, take_words
 from mixedkv.config import parse_kv
 from mixedkv.errors import StoppedError
@@ -50,38 +56,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "question a line, up to an empty one. /help lists commands, such as /undo and /save. With --history "
         "the next call goes on where this one ended, and evaluates nothing of it again."
     )
-    parser.add_argument(*flags("model"), metavar="MODEL", help=MODEL_HELP)
+    add(parser, flags("model"), "MODEL", MODEL_HELP)
     add_place(parser, nargs="?")
-    parser.add_argument(
-        "--history", metavar="DIR", help="folder of this chat: messages and their KV (default: none)"
-    )
-    parser.add_argument(
-        "--key", metavar="SOURCE", help="encrypt --history with the key in env:NAME or file:PATH"
-    )
-    parser.add_argument("--new", action="store_true", help="begin anew: forget the messages in --history")
-    parser.add_argument("--system", metavar="TEXT", help="first message of a chat that begins")
+    add(parser, "--history", "DIR", "folder of this chat: messages and their KV (default: none)")
+    add(parser, "--key", "SOURCE", "encrypt --history with the key in env:NAME or file:PATH")
+    add_switch(parser, "--new", "begin anew: forget the messages in --history")
+    add(parser, "--system", "TEXT", "first message of a chat that begins")
     add_n_predict(parser, 512)
     add_llama_arguments(parser)
     add_sampling_arguments(parser)
-    parser.add_argument(
-        "--max-kv-size-gb",
-        metavar="SIZE",
-        type=gigabytes,
-        default=8.0,
-        help="most disk space for the KV in --history, in 10^9 bytes or as 20GiB (default: 8)",
-    )
+    text = "most disk space for the KV in --history, in 10^9 bytes or as 20GiB (default: 8)"
+    add(parser, "--max-kv-size-gb", "SIZE", text, gigabytes, default=8.0)
     parser.add_argument(
         "--eviction", choices=EVICTIONS, default="lru", help="which KV of --history leaves first"
     )
-    parser.add_argument(
-        "--max-age",
-        metavar="TIME",
-        type=duration,
-        help="remove KV that was not used for this long, e.g. 30d, 12h",
-    )
-    parser.add_argument(
-        "--plain", action="store_true", help="show answers as they are written, markdown and all"
-    )
+    add(parser, "--max-age", "TIME", "remove KV that was not used for this long, e.g. 30d, 12h", duration)
+    add_switch(parser, "--plain", "show answers as they are written, markdown and all")
     parser.set_defaults(command=chat)
 
 

@@ -37,12 +37,6 @@ class ImageChat:
     def __init__(
         self, llm: Llama, encoder: Path, chat_format: str = "", store: KVStore | None = None
     ) -> None:
-        try:
-            import PIL  # noqa: F401
-        except ModuleNotFoundError:
-            raise ValueError(
-                "images need pillow, which is not installed: pip install 'mixedkv[server]'"
-            ) from None
         self._projector = Projector(llm, encoder)
         self._engine = Engine(
             llm,

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
-from mixedkv.cli.values import positive
+from mixedkv.cli.values import add, add_switch, positive
 from mixedkv.cli.words import add_place, flags, one_model, tokens
 from mixedkv.config import PRESETS, parse_kv
 from mixedkv.model.footprint import ModelShape, Sliding, footprint, longest_context, model_shape
@@ -32,30 +32,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Show a model's layers and heads, and the bytes of each cache setting. Loads nothing."
     )
-    parser.add_argument(*flags("model"), metavar="MODEL", help=MODEL_HELP)
+    add(parser, flags("model"), "MODEL", MODEL_HELP)
     add_place(parser, nargs="?")
-    parser.add_argument(
-        *flags("n_ctx"),
-        metavar="N",
-        type=tokens,
-        nargs="+",
-        help=f"contexts (default: {DEFAULT_N_CTX} or the model's)",
-    )
-    parser.add_argument(
-        "--sequences",
-        metavar="N",
-        type=positive,
-        nargs="+",
-        default=[1],
-        help="how many sequences share the context (default: 1; the server has 16)",
-    )
-    parser.add_argument("--kv", metavar="SPEC", nargs="+", default=_SETTINGS, help="caches to compare")
-    parser.add_argument(
-        "--shares",
-        metavar="FILE",
-        help="file that `bench sensitivity --json` wrote, for caches with a budget: mixed:budget=2GiB",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    text = f"contexts (default: {DEFAULT_N_CTX} or the model's)"
+    add(parser, flags("n_ctx"), "N", text, tokens, nargs="+")
+    text = "how many sequences share the context (default: 1; the server has 16)"
+    add(parser, "--sequences", "N", text, positive, nargs="+", default=[1])
+    add(parser, "--kv", "SPEC", "caches to compare", nargs="+", default=_SETTINGS)
+    text = "file that `bench sensitivity --json` wrote, for caches with a budget: mixed:budget=2GiB"
+    add(parser, "--shares", "FILE", text)
+    add_switch(parser, "--json", "print JSON")
     parser.set_defaults(command=info)
 
 

@@ -10,9 +10,22 @@ from typing import Any
 
 from llama_cpp.llama_chat_format import chat_formatter_to_chat_completion_handler
 
-from mixedkv.cli.values import layer_count, layers, memory, positive
+from mixedkv.cli.values import (
+    add,
+    add_switch,
+    between,
+    integer,
+    layer_count,
+    layers,
+    memory,
+    positive,
+    temperature,
+    whole,
+)
 from mixedkv.cli.words import add_words, flags, tokens
 from mixedkv.config.mixed import HELP as KV_HELP
+from mixedkv.engine.sample.sampling import sampling_defaults
+from mixedkv.limits import RANGES
 from mixedkv.llama import Llama
 from mixedkv.model.encoder import encoder_beside, encoder_bytes
 from mixedkv.model.fit import Beside
@@ -24,62 +37,59 @@ from mixedkv.terminal import LoadingBar
 
 def add_llama_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that `open_model` reads."""
-    parser.add_argument("--kv", metavar="SPEC", help=KV_HELP)
+    add(parser, "--kv", "SPEC", KV_HELP)
     add_words(parser)
-    parser.add_argument(
-        *flags("n_ctx"),
-        metavar="N",
-        type=tokens,
-        help="tokens of the context, e.g. 4096 or 32k (default, as with --fit: as many as fit into the "
-        "memory that is free, up to the model's)",
+    text = "tokens of the context, e.g. 4096 or 32k (default, as with --fit: as many as fit into the memory "
+    add(parser, flags("n_ctx"), "N", f"{text}that is free, up to the model's)", tokens)
+    add_switch(parser, "--swa-full", "keep all rows of layers with a sliding window")
+    text = "most tokens that layers compute at a time (default: 512)"
+    add(parser, flags("n_ubatch"), "N", text, positive)
+    add(parser, "--lora", "FILE", "LoRA adapter on the model")
+    add(parser, "--mmproj", "FILE", "image encoder (default: the one beside a model of the hub)")
+    text = "chat format of a model without a template: chatml, ..."
+    add(parser, "--chat-format", "NAME", text, default="")
+    add(parser, flags("threads"), "N", "CPU threads (default: llama_cpp's choice)", positive)
+    add(parser, flags("threads_batch"), "N", "CPU threads for prompts (default: as --threads)", positive)
+    add_switch(parser, "--verbose", "show llama.cpp's log")
+    text = "layers on a GPU, in a build that has one; -1 is all (default: as many as fit)"
+    add(parser, flags("n_gpu_layers"), "N", text, layer_count)
+    text = "read layers from the file each token: auto, all, ffn, a number, or keep_first=8,keep_last=2"
+    add(parser, "--stream-layers", "HOW", text, layers)
+    text = "memory that this process may take, e.g. 6GiB; streams the layers that do not fit"
+    add(parser, "--memory", "SIZE", text, memory)
+
+
+_SAMPLING = (
+    ("--temp", "T", temperature, "temperature; 0 is the likeliest token"),
+    ("--top-k", "K", whole, "sample from the K likeliest tokens; 0 is all"),
+    (
+        "--top-p",
+        "P",
+        between(*RANGES["top_p"]),
+        "sample from the likeliest tokens that together have this probability",
+    ),
+    ("--min-p", "P", between(*RANGES["min_p"]), "drop tokens less than P times as likely as the likeliest"),
+    ("--repeat-penalty", "X", between(*RANGES["repeat_penalty"]), "penalty of repeated tokens; 1 is none"),
+    ("--seed", "N", integer, "seed of the sampler, for the same text again (default: another each time)"),
+)
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options that `sampling_options` reads."""
+    group = parser.add_argument_group(
+        "sampling", "default: what the model's file recommends (general.sampling.*), else llama-server's"
     )
-    parser.add_argument(
-        "--swa-full", action="store_true", help="keep all rows of layers with a sliding window"
-    )
-    parser.add_argument(
-        *flags("n_ubatch"),
-        metavar="N",
-        type=positive,
-        help="most tokens that layers compute at a time (default: 512)",
-    )
-    parser.add_argument("--lora", metavar="FILE", help="LoRA adapter on the model")
-    parser.add_argument(
-        "--mmproj", metavar="FILE", help="image encoder (default: the one beside a model of the hub)"
-    )
-    parser.add_argument(
-        "--chat-format",
-        metavar="NAME",
-        default="",
-        help="chat format of a model without a template: chatml, ...",
-    )
-    parser.add_argument(
-        *flags("threads"), metavar="N", type=positive, help="CPU threads (default: llama_cpp's choice)"
-    )
-    parser.add_argument(
-        *flags("threads_batch"),
-        metavar="N",
-        type=positive,
-        help="CPU threads for prompts (default: as --threads)",
-    )
-    parser.add_argument("--verbose", action="store_true", help="show llama.cpp's log")
-    parser.add_argument(
-        *flags("n_gpu_layers"),
-        metavar="N",
-        type=layer_count,
-        help="layers on a GPU, in a build that has one; -1 is all (default: as many as fit)",
-    )
-    parser.add_argument(
-        "--stream-layers",
-        metavar="HOW",
-        type=layers,
-        help="read layers from the file each token: auto, all, ffn, a number, or keep_first=8,keep_last=2",
-    )
-    parser.add_argument(
-        "--memory",
-        metavar="SIZE",
-        type=memory,
-        help="memory that this process may take, e.g. 6GiB; streams the layers that do not fit",
-    )
+    for flag, metavar, kind, text in _SAMPLING:
+        add(group, flag, metavar, text, kind)
+
+
+def sampling_options(args: argparse.Namespace, path: Path) -> dict[str, Any]:
+    """Return the sampling arguments of `Llama.create_completion` for a model."""
+    given = {name: getattr(args, name) for name in ("top_k", "top_p", "min_p", "repeat_penalty", "seed")}
+    given["temperature"] = args.temp
+    recommended = sampling_defaults(read_model_file(path).metadata)
+    chosen = {name: recommended.get(name) if value is None else value for name, value in given.items()}
+    return {name: value for name, value in chosen.items() if value is not None}
 
 
 def image_encoder(args: argparse.Namespace, path: Path) -> Path | None:

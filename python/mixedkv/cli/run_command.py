@@ -10,9 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from mixedkv.bundled.corpus import Recall, make_recall
-from mixedkv.cli.model import add_llama_arguments, image_encoder, open_model, quiet
-from mixedkv.cli.sampling import add_sampling_arguments, sampling_options
-from mixedkv.cli.values import add_n_predict
+from mixedkv.cli.model import (
+    add_llama_arguments,
+    add_sampling_arguments,
+    image_encoder,
+    open_model,
+    quiet,
+    sampling_options,
+)
+from mixedkv.cli.values import add, add_n_predict, add_switch
 from mixedkv.cli.words import flags, is_model, take_words
 from mixedkv.config import parse_kv
 from mixedkv.kv.stats import KVStats, format_saving
@@ -30,21 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Generate text: the answer to a question, or with --raw what follows a text. Without a prompt the "
         "bundled model is asked about a fact in a short journal."
     )
-    parser.add_argument(*flags("model"), metavar="MODEL", help=MODEL_HELP)
-    parser.add_argument(
-        "words", metavar="TEXT", nargs="*", help="prompt; before it a model, as with -m, or only its file"
-    )
+    add(parser, flags("model"), "MODEL", MODEL_HELP)
+    add(parser, "words", "TEXT", "prompt; before it a model, as with -m, or only its file", nargs="*")
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt, as an option")
-    prompt.add_argument("-f", "--file", metavar="FILE", help="read the prompt from a file; - is stdin")
-    parser.add_argument(
-        "--image", metavar="FILE", action="append", default=[], help="image to ask about; repeat for more"
-    )
-    parser.add_argument(
-        "--raw",
-        action="store_true",
-        help="continue the prompt as it is (default: a question, if the model has a chat template)",
-    )
+    add(prompt, "-p --prompt", "TEXT", "the prompt, as an option")
+    add(prompt, "-f --file", "FILE", "read the prompt from a file; - is stdin")
+    add(parser, "--image", "FILE", "image to ask about; repeat for more", action="append", default=[])
+    text = "continue the prompt as it is (default: a question, if the model has a chat template)"
+    add_switch(parser, "--raw", text)
     add_n_predict(parser)
     add_llama_arguments(parser)
     add_sampling_arguments(parser)

@@ -8,7 +8,15 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from mixedkv.cli.values import add_n_predict, naming_the_extra, positive, temperature, whole
+from mixedkv.cli.values import (
+    add,
+    add_n_predict,
+    add_switch,
+    naming_the_extra,
+    positive,
+    temperature,
+    whole,
+)
 from mixedkv.cli.words import add_options, read_options
 from mixedkv.limits import INT32_MAX
 
@@ -28,20 +36,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="GGUF file")
-    parser.add_argument("head", metavar="HEAD", help="file to write, for clients")
-    parser.add_argument("body", metavar="BODY", help="file to write, for the server")
-    parser.add_argument(
-        "--cloak",
-        metavar="SEED",
-        type=int,
-        help="rotate the hidden states, by a rotation made from SEED; both files are then F32",
-    )
+    add(parser, "model", "MODEL", "GGUF file")
+    add(parser, "head", "HEAD", "file to write, for clients")
+    add(parser, "body", "BODY", "file to write, for the server")
+    text = "rotate the hidden states, by a rotation made from SEED; both files are then F32"
+    add(parser, "--cloak", "SEED", text, int)
     parser.set_defaults(command=run_export)
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("body", metavar="BODY", help="what `mixedkv split export` wrote for the server")
+    add(parser, "body", "BODY", "what `mixedkv split export` wrote for the server")
     with naming_the_extra("split"):
         from mixedkv.split.split_settings import SplitSettings
 
@@ -51,63 +55,30 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("head", metavar="HEAD", help="what `mixedkv split export` wrote for clients")
-    parser.add_argument("address", metavar="HOST:PORT", help="address of the server")
-    parser.add_argument("-p", "--prompt", metavar="TEXT", required=True, help="prompt, continued as it is")
-    parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    add(parser, "head", "HEAD", "what `mixedkv split export` wrote for clients")
+    add(parser, "address", "HOST:PORT", "address of the server")
+    add(parser, "-p --prompt", "TEXT", "prompt, continued as it is", required=True)
+    add_switch(parser, "--chat", "put the prompt into the model's chat template")
     add_n_predict(parser)
-    parser.add_argument(
-        "--temp",
-        metavar="T",
-        type=temperature,
-        default=0.0,
-        help="temperature (default: 0, the likeliest token)",
-    )
-    parser.add_argument(
-        "--precision",
-        choices=("f16", "f32"),
-        default="f16",
-        help="type of the vectors that are sent (default: f16)",
-    )
-    parser.add_argument(
-        "--draft",
-        metavar="N",
-        type=positive,
-        default=0,
-        help="most draft tokens to send ahead, looked up in the text",
-    )
-    parser.add_argument(
-        "--window",
-        metavar="N",
-        type=whole,
-        default=0,
-        help="go on with the last N tokens when the server's context is full (default: 0, the answer ends)",
-    )
-    parser.add_argument(
-        "--sinks",
-        metavar="N",
-        type=whole,
-        default=4,
-        help="with --window: also keep the first N tokens (default: 4)",
-    )
-    parser.add_argument(
-        "--session",
-        metavar="FILE",
-        help="file with the key of a kept session: continue it, and keep it again",
-    )
-    parser.add_argument("--key-file", metavar="FILE", help="file with the bearer key")
-    parser.add_argument(
-        "--tls", action="store_true", help="use TLS; each of the next three options implies it"
-    )
-    parser.add_argument(
-        "--ca",
-        metavar="FILE",
-        default="",
-        help="PEM file of the authority that signs the server's certificate",
-    )
-    parser.add_argument("--cert", metavar="FILE", default="", help="PEM file of the client's certificate")
-    parser.add_argument("--cert-key", metavar="FILE", default="", help="PEM file of the key of --cert")
-    parser.add_argument("--threads", metavar="N", type=positive, help="CPU threads of the output head")
+    text = "temperature (default: 0, the likeliest token)"
+    add(parser, "--temp", "T", text, temperature, default=0.0)
+    text = "type of the vectors that are sent (default: f16)"
+    parser.add_argument("--precision", choices=("f16", "f32"), default="f16", help=text)
+    text = "most draft tokens to send ahead, looked up in the text"
+    add(parser, "--draft", "N", text, positive, default=0)
+    text = "go on with the last N tokens when the server's context is full (default: 0, the answer ends)"
+    add(parser, "--window", "N", text, whole, default=0)
+    text = "with --window: also keep the first N tokens (default: 4)"
+    add(parser, "--sinks", "N", text, whole, default=4)
+    text = "file with the key of a kept session: continue it, and keep it again"
+    add(parser, "--session", "FILE", text)
+    add(parser, "--key-file", "FILE", "file with the bearer key")
+    add_switch(parser, "--tls", "use TLS; each of the next three options implies it")
+    text = "PEM file of the authority that signs the server's certificate"
+    add(parser, "--ca", "FILE", text, default="")
+    add(parser, "--cert", "FILE", "PEM file of the client's certificate", default="")
+    add(parser, "--cert-key", "FILE", "PEM file of the key of --cert", default="")
+    add(parser, "--threads", "N", "CPU threads of the output head", positive)
     parser.set_defaults(command=run_client)
 
 

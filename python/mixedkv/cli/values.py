@@ -1,44 +1,63 @@
-"""Reads values on the command line, declares -n, and names missing extras."""
+"""Declares options, reads their values, and names missing extras."""
 
 from __future__ import annotations
 
 import contextlib
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mixedkv.limits import INT32_MAX
 from mixedkv.sizes import GB, parse_duration, parse_size
 from mixedkv.streaming.layer_choice import Asked, parse_layers
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 
-def add_n_predict(parser: ArgumentParser, default: int = 128) -> None:
+def add(
+    parser: Any,
+    names: str | list[str],
+    metavar: str,
+    text: str,
+    kind: Callable[[str], Any] = str,
+    **more: Any,
+) -> None:
+    """Declare an option with a value, or an argument; a text may have several names."""
+    all_names = names.split() if isinstance(names, str) else names
+    parser.add_argument(*all_names, metavar=metavar, type=kind, help=text, **more)
+
+
+def add_switch(parser: Any, name: str, text: str) -> None:
+    """Declare an option without a value."""
+    parser.add_argument(name, action="store_true", help=text)
+
+
+def add_n_predict(parser: Any, default: int = 128) -> None:
     """Declare -n, the maximum length of an answer."""
-    parser.add_argument(
-        "-n",
-        "--n-predict",
-        metavar="N",
-        type=length,
-        default=default,
-        help=f"most tokens to generate; -1 is as many as fit (default: {default})",
-    )
+    text = f"most tokens to generate; -1 is as many as fit (default: {default})"
+    add(parser, "-n --n-predict", "N", text, length, default=default)
 
 
-def positive(text: str) -> int:
-    """Parse a whole number, 1 or more."""
-    if not (text.isascii() and text.isdigit() and 0 < int(text[:10]) <= INT32_MAX and len(text) <= 10):
-        raise ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
+def number(kind: Callable[[str], N], low: float, high: float, wrong: str) -> Callable[[str], N]:
+    """Return a parser of numbers in a range; `wrong` is said of others."""
+
+    def read(text: str) -> N:
+        with contextlib.suppress(ValueError):
+            if "_" not in text and low <= (value := kind(text)) <= high:
+                return value
+        raise ArgumentTypeError(f"{text!r}{wrong}")
+
+    return read
 
 
-def integer(text: str) -> int:
-    """Parse a whole number, which may be below zero."""
-    try:
-        return int(text)
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not a whole number") from None
+_ANY = float("inf")
+integer = number(int, -_ANY, _ANY, " is not a whole number")
+whole = number(int, 0, INT32_MAX, " is not a whole number of 0 or more")
+positive = number(int, 1, INT32_MAX, " is not a positive whole number")
+layer_count = number(int, -1, INT32_MAX, " is not a number of layers: use 0 or more, or -1 for all")
+decimal = number(float, -_ANY, _ANY, " is not a number")
+temperature = number(float, 0, 1e30, " is not a temperature: use 0 or more")
 
 
 def length(text: str) -> int:
@@ -49,56 +68,9 @@ def length(text: str) -> int:
         raise ArgumentTypeError(f"{text!r} is not a number of tokens: use 1 or more, or -1 for all") from None
 
 
-def temperature(text: str) -> float:
-    """Parse a temperature, 0 or more."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise ArgumentTypeError(f"{text!r} is not a temperature: use 0 or more")
-    return value
-
-
-def whole(text: str) -> int:
-    """Parse a whole number, 0 or more."""
-    try:
-        return 0 if text == "0" else positive(text)
-    except ArgumentTypeError:
-        raise ArgumentTypeError(f"{text!r} is not a whole number of 0 or more") from None
-
-
-def decimal(text: str) -> float:
-    """Parse a number."""
-    try:
-        return float(text)
-    except ValueError:
-        raise ArgumentTypeError(f"{text!r} is not a number") from None
-
-
-def layer_count(text: str) -> int:
-    """Parse a number of layers, 0 or more; -1 is all of them."""
-    if text == "-1":
-        return -1
-    try:
-        return whole(text)
-    except ArgumentTypeError:
-        raise ArgumentTypeError(f"{text!r} is not a number of layers: use 0 or more, or -1 for all") from None
-
-
 def between(low: float, high: float) -> Callable[[str], float]:
     """Return a parser of numbers in this range."""
-
-    def number(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if not low <= value <= high:
-            raise ArgumentTypeError(f"{text!r}: use a number from {low:g} to {high:g}")
-        return value
-
-    return number
+    return number(float, low, high, f": use a number from {low:g} to {high:g}")
 
 
 def layers(text: str) -> Asked:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 from mixedkv.cli.values import decimal, integer, positive
 from mixedkv.config import UniformKV, parse_kv
 from mixedkv.config.checks import did_you_mean
+from mixedkv.doors.gone import instead_of
 from mixedkv.model.hub_model import PREFIX, is_hub_name
 from mixedkv.model.named_model import NAMES
 
@@ -57,7 +58,7 @@ _INSTEAD = {  # of llama.cpp's options
     **dict.fromkeys(("-np", "--parallel", "--alias", "--api-key"), "that is for `mixedkv serve`"),
     "--image": "`mixedkv run` has it, a chat `/image FILE`, and requests bring theirs",
     **dict.fromkeys(("-n", "--n-predict", "--predict"), "each request says its max_tokens"),
-    **dict.fromkeys(("-md", "--model-draft"), "write --draft-model FILE"),
+    **dict.fromkeys(("-md", "--model-draft"), "write --speculation FILE"),
     "--embedding": "write --embeddings",
     **dict.fromkeys(
         ("--rerank", "--reranking", "--pooling"), "a model that ranks or embeds is known by its file"
@@ -68,8 +69,7 @@ _INSTEAD = {  # of llama.cpp's options
     "--timeout": "write --request-timeout S or --read-timeout S",
     "--ssl-key-file": "write --tls-key FILE",
     "--ssl-cert-file": "write --tls-cert FILE",
-    "--chat-template-file": "write --chat-template FILE",
-    "--chat-template": "write --chat-format NAME",
+    "--chat-template-file": "write --chat-format FILE",
     "--color": "answers on a terminal have colours",
 }
 _FIELD = re.compile(r"(?<![\w/.'\"=-])[a-z]+(?:_[a-z]+)+\b|(?:^|(?<=and ))[a-z]+(?==)", re.ASCII)
@@ -151,6 +151,8 @@ def unknown(words: Iterable[str], known: Iterable[str]) -> str:
     name = word.partition("=")[0]
     if instead := _INSTEAD.get(name):
         return f"there is no {name}: {instead}"
+    if name.startswith("--") and (instead := instead_of(name[2:].replace("-", "_"), name)):
+        return instead
     if not word.startswith("-"):
         return f"{word!r} is one argument too many"
     return f"there is no option {name}{did_you_mean(name, known)}"

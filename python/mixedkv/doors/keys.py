@@ -16,6 +16,7 @@ from mixedkv.store import Share
 _TENANT = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # the store refuses ".."
 _KEY = re.compile(r"[\x21-\x7e]{16,512}")
 _MAX_KEYS = 10_000
+_SESSIONS, _SESSION_MB = 1000, 100  # of a tenant whose line says nothing else
 _NO_LIMITS = TenantLimits()
 
 
@@ -90,11 +91,10 @@ class Keys:
     def limits(self, tenant: str) -> TenantLimits:
         return self._limits.get(tenant, _NO_LIMITS)
 
-    def session_quota(self, tenant: str, default: Quota) -> Quota:
+    def session_quota(self, tenant: str) -> Quota:
         """Return the limits of a tenant's sessions."""
         given = self._kept.get(tenant, {})
-        n_bytes = given["session_mb"] * 10**6 if "session_mb" in given else default.nbytes
-        return Quota(given.get("sessions", default.sessions), n_bytes)
+        return Quota(given.get("sessions", _SESSIONS), given.get("session_mb", _SESSION_MB) * 10**6)
 
     def disk_share(self, tenant: str) -> Share:
         """Return a tenant's share of the store's folder."""

@@ -20,18 +20,37 @@ from pydantic_settings import (
 
 from mixedkv.config import parse_kv
 from mixedkv.config.checks import did_you_mean
+from mixedkv.doors.gone import GONE, instead_of
 from mixedkv.hosts import is_local
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES
 from mixedkv.sizes import GB, MB, parse_duration, parse_size
 
 SIZE = "SIZE"  # placeholder for a size in --help
-_WORDS = {  # parts of pydantic's messages, and our words for them
-    "Input should be greater than or equal to": "use at least",
-    "Input should be less than or equal to": "use at most",
-    "Input should be": "use",
-}
+_WORDS = (  # parts of pydantic's messages, and our words for them
+    (re.compile(r"^Value error, "), ""),
+    (re.compile(r"a valid dictionary or instance of \w+"), "an object"),
+    (
+        re.compile(r"^Input tag ('.*') found using .* does not match any of the expected tags: "),
+        r"\1 is none of ",
+    ),
+    (re.compile(r" after validation, not"), ", not"),
+    (re.compile(r"^Extra inputs are not permitted"), "this field is not known: leave it out"),
+)
+_WORDS_OF_OPTIONS = (
+    (re.compile("Input should be greater than or equal to"), "use at least"),
+    (re.compile("Input should be less than or equal to"), "use at most"),
+    (re.compile("Input should be"), "use"),
+    (re.compile("'', "), ""),  # what an option is unless it is given
+)
 _HOST_AND_PORT = re.compile(r"[^:/]+:\d+")
 _T = TypeVar("_T", bound="DoorSettings")
+
+
+def in_words(message: str, *, of_option: bool = False) -> str:
+    """Return one of pydantic's messages for those who send requests, or who give options."""
+    for theirs, ours in (*_WORDS, *(_WORDS_OF_OPTIONS if of_option else ())):
+        message = theirs.sub(ours, message)
+    return message
 
 
 def option(
@@ -196,6 +215,8 @@ class DoorSettings(BaseSettings):
             raise ValueError(f"{path}: {error}") from None
         values = {name.replace("-", "_"): value for name, value in values.items()}
         for name in sorted(values.keys() - cls.model_fields):
+            if instead := instead_of(name, name):
+                raise ValueError(f"{path}: {instead}")
             hint = did_you_mean(name, map(repr, cls.model_fields))
             raise ValueError(f"{path}: unknown option {name!r}{hint}: use the names of --help, as 'n_ctx'")
         return values
@@ -203,6 +224,10 @@ class DoorSettings(BaseSettings):
     @classmethod
     def _read_environ(cls, environ: Mapping[str, str]) -> dict[str, Any]:
         """Read options from the environment; others of its variables are of kernels and tests."""
+        for name in GONE:
+            variable = f"{cls.model_config['env_prefix']}{name.upper()}"
+            if variable in environ and name not in cls.model_fields:
+                raise ValueError(instead_of(name, variable))
         source = EnvSettingsSource(cls)
         source.env_vars = {name.lower(): value for name, value in environ.items() if name.isupper()}
         switches = {name for name, field in cls.model_fields.items() if field.annotation is bool}
@@ -215,10 +240,7 @@ def _explain(error: dict[str, Any], origins: Mapping[str, str]) -> str:
     if not error["loc"]:  # an error of several options, whose message names them
         return str(cause)
     origin = origins[error["loc"][0]]
-    wanted = str(cause) or error["msg"]
-    wanted = wanted.replace("'', ", "")  # what an option is unless it is given
-    for theirs, ours in _WORDS.items():
-        wanted = wanted.replace(theirs, ours)
+    wanted = in_words(str(cause) or error["msg"], of_option=True)
     given = error["input"]
     value = ", ".join(map(str, given)) if isinstance(given, list | tuple) else repr(given)
     said = f"{error['loc'][0]}={value}"

@@ -392,7 +392,9 @@ class Engine:
             remedy = f"a larger n_ctx, up to {self._n_train}" if longer else "a model with a longer context"
             raise ContextLengthError(
                 f"the prompt has {n_tokens} tokens, the context takes 1 to {self.n_ctx - 1}: shorten it, or "
-                f"use {remedy}"
+                f"use {remedy}",
+                n_tokens,
+                self.n_ctx - 1,
             )
 
     def connector_stats(self) -> dict[str, Any] | None:

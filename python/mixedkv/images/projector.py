@@ -35,6 +35,7 @@ class Projector:
         verbose: show the library's log.
 
     Raises:
+        ValueError: Pillow is not installed.
         UnsupportedModelError: the file is not of this model.
         InvalidModelFileError, OSError: it cannot be read.
     """
@@ -42,6 +43,12 @@ class Projector:
     def __init__(
         self, llm: Llama, path: str | os.PathLike[str], n_threads: int | None = None, *, verbose: bool = False
     ) -> None:
+        try:
+            import PIL  # noqa: F401
+        except ModuleNotFoundError:
+            raise ValueError(
+                "images need pillow, which is not installed: pip install 'mixedkv[server]'"
+            ) from None
         self._hash = fingerprint(path).encode()
         from llama_cpp import mtmd_cpp  # loads the library
 

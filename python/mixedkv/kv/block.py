@@ -19,10 +19,10 @@ from mixedkv.kv.rows import (
     RowGroup,
     Truth,
     all_of,
-    cold_group,
     describe_group,
     describe_truth,
     extend_past,
+    pick_rows,
     read_group,
     read_truth,
     row_bytes,
@@ -133,7 +133,8 @@ class KVBlock:
 
     def without_hot(self) -> KVBlock:
         """Return the block without F16 copies and checkpoints, for a place where it is not recent."""
-        return replace(self, groups=tuple(map(cold_group, self.groups)), checkpoints=())
+        cold = tuple(pick_rows(group, slice(None), slice(0)) for group in self.groups)
+        return replace(self, groups=cold, checkpoints=())
 
     def as_own(self) -> KVBlock:
         """Return the block as one of this model's, after its rows were compared with the model's."""

@@ -9,14 +9,12 @@ import numpy.typing as npt
 from mixedkv import _core
 from mixedkv.card import card
 from mixedkv.config import MixedKVConfig
-from mixedkv.config.cut_rule import CutRule
 from mixedkv.errors import ClosedError, ContextBusyError, UnsupportedModelError
-from mixedkv.kv import sequence_state
 from mixedkv.kv.block import KVBlock
-from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.evaluating import Evaluating
-from mixedkv.kv.layer_view import LayerView, layer_stats
+from mixedkv.kv.layer_view import LayerView
 from mixedkv.kv.rows import APPROXIMATE, COMPUTED, runs
+from mixedkv.kv.sequence_state import StateRefusedError
 from mixedkv.kv.stats import KVStats, LayerStats, SequenceStats
 from mixedkv.limits import INT32_MAX
 from mixedkv.native import llama_cpp as _llama_cpp
@@ -53,6 +51,12 @@ class KVCache(Evaluating):
         return KVStats.of(str(self.config), _core.stats(address), sequences, layers)
 
     @property
+    @present
+    def has_experts(self) -> bool:
+        """True if each token is computed by a few of many experts, whose choice depends on rounding."""
+        return _llama_cpp.has_experts(self._llama)
+
+    @property
     def layers(self) -> tuple[LayerStats, ...]:
         """Allocated rows of each layer that has a KV cache, in order. Any thread may ask."""
         return tuple(self._layers().values())
@@ -87,7 +91,7 @@ class KVCache(Evaluating):
         """
         last = self.positions(seq)[1] + 1
         end = last if p1 < 0 else p1
-        groups = sequence_state.out(self._llama, seq, p0, end, last)
+        groups = self._rows_out(seq, p0, end, last)
         if tokens is None:
             tokens = self._known_tokens(seq, p0, end)
         ids = np.array(tokens, np.int32)
@@ -125,8 +129,8 @@ class KVCache(Evaluating):
         follows = seq == 0 and block.p0 + shift == self._llama.n_tokens
         drop_from = self._llama.n_tokens if follows else -1
         try:
-            sequence_state.into(self._llama, block, seq, shift, drop_from, more)
-        except sequence_state.StateRefusedError as error:
+            self._rows_in(block, seq, shift, drop_from, more)
+        except StateRefusedError as error:
             self.remove(seq)
             raise ValueError(str(error)) from error
         if follows:
@@ -147,66 +151,20 @@ class KVCache(Evaluating):
         """Put a block's rows in the place of those that a sequence has at its positions. What is behind them
         stays. Rows of other types than the cache's are converted.
 
+        Args:
+            block: as `export` gave it, but for its layers' types and rows.
+            seq: the sequence.
+
         Raises:
             ValueError: the block does not fit the model, or is not a range of positions of the sequence.
             UnsupportedModelError: rows cannot be removed from this cache (see `can_cut`).
         """
-        block = KVBlock.from_arrays(block.describe(), block.to_arrays())
         n = self._llama.n_tokens
         self.remove(seq, block.p0, block.p1)
         if seq == 0:
             self._llama.n_tokens = n  # the tokens are still the same
-        sequence_state.into(self._llama, block, seq, 0, -1, more=False)
+        self._rows_in(block, seq, 0, -1, more=False)
         self._say(block, seq, block.p0, APPROXIMATE)
-
-    # --- what a sequence holds besides rows of all its tokens ---
-
-    @property
-    @present
-    def cut_rule(self) -> CutRule:
-        """The rule that says where a sequence can be cut."""
-        return sequence_state.cut_rule(self._llama, self.config)
-
-    @property
-    @present
-    def sliding_window(self) -> int:
-        """Tokens that layers with a sliding window see, 0 if there are none."""
-        return sequence_state.sliding_window(self._llama)
-
-    @property
-    @present
-    def has_experts(self) -> bool:
-        """True if each token is computed by a few of many experts, whose choice depends on rounding."""
-        return _llama_cpp.has_experts(self._llama)
-
-    @exclusive
-    def checkpoint(self, seq: int = 0) -> Checkpoint | None:
-        """Copy the state of a sequence besides the rows of all its tokens: F16 copies of recent rows, rows of
-        sliding windows, the state of recurrent layers. `resume` continues from it later.
-
-        None where there is nothing of the kind, or not all of it any more.
-        """
-        return sequence_state.take(self._llama, self.cut_rule, seq)
-
-    @exclusive
-    def resume(self, point: Checkpoint, n: int, source: int, target: int) -> None:
-        """Set sequence `target` to the first `n` tokens of `source`, from its rows and the checkpoint. Both
-        may be the same sequence.
-
-        The `Llama` does not notice a change of its sequence 0.
-
-        Raises:
-            ValueError: the checkpoint does not serve this cut or this model, rows are missing, or there is no
-                room. The target is empty then.
-        """
-        self._check_sequence("source", source)
-        self._check_sequence("target", target)
-        self._doubt(target, source in self._doubted)
-        try:
-            sequence_state.resume(self._llama, point, n, source, target)
-        except ValueError:
-            llama_cpp.llama_memory_seq_rm(self._memory, target, -1, -1)
-            raise
 
     # --- sequences ---
 
@@ -221,11 +179,6 @@ class KVCache(Evaluating):
         return int(_core.stats(self._address)["n_cells_used"])
 
     @property
-    def can_cut(self) -> bool:
-        """True if part of a sequence can be removed: not where recurrent layers keep a state of all of it."""
-        return not (_llama_cpp.is_recurrent(self._llama) or _llama_cpp.is_hybrid(self._llama))
-
-    @property
     @present
     def can_shift(self) -> bool:
         """True if positions can be moved: not with recurrent layers, with sliding-window layers only where
@@ -233,16 +186,6 @@ class KVCache(Evaluating):
         """
         memory = self._memory
         return bool(memory) and self.can_cut and bool(llama_cpp.llama_memory_can_shift(memory))
-
-    @exclusive
-    def positions(self, seq: int = 0) -> tuple[int, int]:
-        """Return the lowest and highest position that all layers still hold of a sequence; (-1, -1) when it
-        is empty.
-        """
-        memory = self._memory
-        self._check_sequence("seq", seq)
-        low = llama_cpp.llama_memory_seq_pos_min(memory, seq)
-        return int(low), int(llama_cpp.llama_memory_seq_pos_max(memory, seq))
 
     @exclusive
     def remove(self, seq: int = 0, p0: int = 0, p1: int = -1) -> None:
@@ -314,6 +257,43 @@ class KVCache(Evaluating):
         if seq != 0 and self._at() != before:
             self._llama.n_tokens = 0
 
+    def check_can_shift(self) -> None:
+        """Refuse a full context whose positions cannot be moved.
+
+        Raises:
+            UnsupportedModelError: see `can_shift`.
+        """
+        if not self.can_shift:
+            raise UnsupportedModelError(
+                "the context is full, and this model's memory cannot drop tokens (recurrent or "
+                "sliding-window layers): raise n_ctx, shorten the conversation, or, with sliding-window "
+                "layers, set swa_full=True"
+            )
+
+    @exclusive
+    def close_gap(self, seq: int, begin: int, end: int, *, shared: npt.ArrayLike | None = None) -> None:
+        """Drop positions [begin, end) of a sequence; the rows behind them move down, turned by RoPE.
+
+        Args:
+            shared: where other sequences have some of these rows too, the tokens of the rows behind; these
+                are then copied, since a cell has one position.
+
+        Raises:
+            ValueError: the range is empty or negative; or there is no room for copies, and the rows behind
+                `begin` are gone.
+            UnsupportedModelError: positions cannot be moved.
+        """
+        if not 0 <= begin < end:
+            raise ValueError(f"[{begin}, {end}) is not a valid range of positions to drop")
+        self.check_can_shift()
+        if shared is None:
+            self.remove(seq, begin, end)
+            self.shift(seq, end, -1, begin - end)
+            return
+        block = self.export(seq, end, -1, shared)
+        self.remove(seq, begin)
+        self.load(block, seq, begin)
+
     def _at(self) -> list[list[int]]:
         """Return the positions that layers have of sequence 0, once for each group of layers."""
         one_each = {layer["group"]: layer["il"] for layer in _core.layers(self._address)}
@@ -336,11 +316,6 @@ class KVCache(Evaluating):
         """Remove all sequences."""
         llama_cpp.llama_memory_clear(self._memory, True)
         self._llama.n_tokens = 0
-
-    def _check_sequence(self, field: str, seq: int) -> None:
-        n_seq_max = self._llama.context_params.n_seq_max
-        if not 0 <= seq < n_seq_max:
-            raise ValueError(f"{field}={seq}: this context has the sequences 0 to {n_seq_max - 1}")
 
     def _check_range(self, seq: int, p0: int, p1: int) -> None:
         self._check_sequence("seq", seq)
@@ -409,6 +384,4 @@ class KVCache(Evaluating):
 
     @present
     def _layers(self) -> dict[int, LayerStats]:
-        if _llama_cpp.is_recurrent(self._llama):
-            return {}
-        return {layer["il"]: layer_stats(layer) for layer in _core.layers(self._address)}
+        return {layer["il"]: LayerStats.of(layer) for layer in self._native_layers()}

@@ -107,19 +107,6 @@ def joined(before: RowGroup, after: RowGroup) -> RowGroup:
     )
 
 
-def only_hot(group: RowGroup) -> RowGroup:
-    """Return the rows that have F16 copies."""
-    hot = group.hot
-    layers = tuple(replace(layer, k=layer.k[hot], v=layer.v[hot]) for layer in group.layers)
-    return RowGroup(
-        positions=group.positions[hot],
-        hot=np.arange(len(hot), dtype=np.int32),
-        slots=group.slots,
-        layers=layers,
-        xy=None if group.xy is None else group.xy[hot],
-    )
-
-
 def named_checkpoints(checkpoints: Sequence[Checkpoint]) -> Iterator[tuple[str, npt.NDArray[Any]]]:
     for i, point in enumerate(checkpoints):
         yield from ((f"checkpoint{i}.{name}", array) for name, array in point.to_arrays().items())

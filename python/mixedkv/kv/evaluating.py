@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,18 +12,16 @@ import numpy.typing as npt
 
 from mixedkv import _core
 from mixedkv.config import KVSetting, MixedKVConfig
-from mixedkv.config.cut_rule import CutRule
-from mixedkv.errors import CLOSED, ClosedError, MissingRowsError
-from mixedkv.kv import sequence_state
+from mixedkv.errors import MissingRowsError
 from mixedkv.kv.rows import DOUBTED, Truth
-from mixedkv.kv.window_settings import WindowSettings
+from mixedkv.kv.sequence_state import SequenceState
 from mixedkv.limits import INT32_MAX
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.batch import decode
 from mixedkv.native.context_lock import exclusive
 
 
-class Evaluating(WindowSettings):
+class Evaluating(SequenceState):
     """The part of a `KVCache` that evaluates: in three ways, noting which rows are exact afterwards.
 
     `step` is for tokens at the end of sequence 0, which the `Llama` follows, `fill` for tokens between
@@ -45,37 +41,12 @@ class Evaluating(WindowSettings):
         check: Callable[[], Callable[[], None] | None],
         busy: _core.Gate,
     ) -> None:
-        super().__init__(setting, busy)
-        self._owner, self._find_check = weakref.ref(llama), check
-        self._doubted: set[int] = set()  # see _is_doubted
-
-    @property
-    def _llama(self) -> llama_cpp.Llama:
-        """The `Llama`, which is freed with its last reference: this is none."""
-        if (llama := self._owner()) is None:
-            raise ClosedError(CLOSED)
-        return llama
+        super().__init__(llama, setting, busy)
+        self._find_check = check
 
     def _check(self) -> None:
         if (check := self._find_check()) is not None:
             check()
-
-    @property
-    def _address(self) -> int:
-        return _llama_cpp.address(_llama_cpp.context(self._llama))
-
-    @property
-    def _memory(self) -> Any:
-        return llama_cpp.llama_get_memory(_llama_cpp.context(self._llama))
-
-    @abstractmethod
-    def positions(self, seq: int = 0) -> tuple[int, int]:
-        """Return the lowest and highest position of a sequence."""
-
-    @property
-    @abstractmethod
-    def cut_rule(self) -> CutRule:
-        """The rule that says where a sequence can be cut."""
 
     # --- three ways to evaluate ---
 
@@ -224,9 +195,6 @@ class Evaluating(WindowSettings):
         none = np.empty(0, np.int32)
         return seq in self._doubted and _core.count_computed(self._address, seq, 0, none) == INT32_MAX
 
-    def _doubt(self, seq: int, doubted: bool) -> None:
-        (self._doubted.add if doubted else self._doubted.discard)(seq)
-
     @exclusive
     def limit_exact(self, p: int) -> None:
         """Mark rows of sequence 0 from `p` on as inexact, after llama_cpp's own functions moved rows."""
@@ -263,38 +231,13 @@ class Evaluating(WindowSettings):
             return [-1] * self._llama.context_params.n_seq_max
         return _core.short_from(self._address)
 
-    @exclusive
-    def holds(self, seq: int, n: int) -> bool:
-        """Return whether the sequence, cut at n tokens, has all that the token there reads as it was
-        evaluated.
-        """
-        return sequence_state.holds(self._llama, seq, n)
-
-    @exclusive
-    def longest_cut(self, seq: int, n: int) -> int:
-        """Return where the sequence can be cut at most, up to `n` tokens: the next token then finds all rows
-        and states that it reads, in every layer. F16 rows of a mixed window may be missing, see `holds`.
-
-        The cells and states are asked. Layers with a sliding window let go of rows, whatever swa_full says.
-        """
-        return sequence_state.find_cut(self._llama, seq, n).n
-
-    @exclusive
-    def n_rows(self, seq: int, n: int) -> int:
-        """Return how many leading positions, up to `n`, layers have that keep all rows."""
-        return sequence_state.find_cut(self._llama, seq, n).full
-
-    def has_rows(self, seq: int, n: int) -> bool:
-        """Return whether the sequence can be cut at `n` tokens, see `longest_cut`."""
-        return self.longest_cut(seq, n) == n
-
     def _check_rows(self, n: int) -> None:
         """Refuse to evaluate the token at `n` of sequence 0 without rows and states that it reads. Rows that
         `remove` took from layers which keep all of them are not missed.
         """
         if not self._memory:  # of a model that reads its input at once
             return
-        cut = sequence_state.find_cut(self._llama, 0, n)
+        cut = self._find_cut(0, n)
         if self._end() < n or min(cut.window, cut.state) != n:
             raise MissingRowsError(
                 f"the token at position {n} reads rows or a state that sequence 0 no longer has; it can "

@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv import _core
-from mixedkv.config.row_types import type_name
 from mixedkv.kv.stats import LayerStats
 from mixedkv.native.context_lock import exclusive
 
@@ -69,21 +68,3 @@ class LayerView:
             raise ValueError(f"basis={basis!r} is unknown: use 'attention' or 'model'")
         unrotate = basis == "model"
         return _core.read_rows(self._address(), self.info.il, seq, which, p0, p1, unrotate)[0]
-
-
-def layer_stats(layer: _core.Layer) -> LayerStats:
-    return LayerStats(
-        il=layer["il"],
-        mixed=layer["mixed"],
-        fused=layer["fused"],
-        on_device=layer["on_device"],
-        n_head_kv=layer["n_head_kv"],
-        head_size_k=layer["n_embd_head_k"],
-        head_size_v=layer["n_embd_head_v"],
-        n_cells=layer["n_cells"],
-        type_k=type_name(layer["type_k"]),
-        type_v=type_name(layer["type_v"]),
-        equalization=layer["equalization"],
-        bytes_cold=layer["bytes_cold"],
-        bytes_hot=layer["bytes_hot"],
-    )

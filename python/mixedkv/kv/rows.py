@@ -114,27 +114,30 @@ def describe_group(group: RowGroup) -> dict[str, Any]:
     return {"layers": [_describe_layer(layer) for layer in group.layers]}
 
 
-def slice_group(group: RowGroup, p0: int, p1: int) -> RowGroup:
-    """Return the rows at positions [p0, p1), as views."""
-    begin, end = np.searchsorted(group.positions, [p0, p1])
-    hot_begin, hot_end = np.searchsorted(group.hot, [begin, end])
-    rows, hot = slice(begin, end), slice(hot_begin, hot_end)
+def pick_rows(group: RowGroup, rows: Any, copies: Any) -> RowGroup:
+    """Return some rows of a group and some of its F16 copies, whose rows are among them.
+
+    Args:
+        rows, copies: slices (for views) or ascending indexes, of the rows and of the copies.
+    """
+    layers = tuple(
+        replace(layer, k=layer.k[rows], v=layer.v[rows], k_hot=layer.k_hot[copies], v_hot=layer.v_hot[copies])
+        for layer in group.layers
+    )
+    at = np.arange(len(group.positions))[rows]
     return RowGroup(
         positions=group.positions[rows],
-        hot=group.hot[hot] - np.int32(begin),
-        slots=group.slots[hot],
+        hot=np.searchsorted(at, group.hot[copies]).astype(np.int32),
+        slots=group.slots[copies],
+        layers=layers,
         xy=None if group.xy is None else group.xy[rows],
-        layers=tuple(
-            replace(layer, k=layer.k[rows], v=layer.v[rows], k_hot=layer.k_hot[hot], v_hot=layer.v_hot[hot])
-            for layer in group.layers
-        ),
     )
 
 
-def cold_group(group: RowGroup) -> RowGroup:
-    """Return the group without F16 copies."""
-    layers = tuple(replace(layer, k_hot=layer.k_hot[:0], v_hot=layer.v_hot[:0]) for layer in group.layers)
-    return replace(group, hot=group.hot[:0], slots=group.slots[:0], layers=layers)
+def slice_group(group: RowGroup, p0: int, p1: int) -> RowGroup:
+    """Return the rows at positions [p0, p1), as views."""
+    begin, end = np.searchsorted(group.positions, [p0, p1])
+    return pick_rows(group, slice(begin, end), slice(*np.searchsorted(group.hot, [begin, end])))
 
 
 def read_group(

@@ -1,6 +1,4 @@
-"""Copies the rows of a block out of a cache and into one, and saves and restores what a sequence has besides
-rows of all its tokens: see `Checkpoint`.
-"""
+"""Says what a sequence holds besides rows of all tokens, and where it can be cut: its cells are asked."""
 
 from __future__ import annotations
 
@@ -17,9 +15,11 @@ from mixedkv.config import KVSetting
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.block import KVBlock
-from mixedkv.kv.checkpoint import Checkpoint, joined, only_hot
-from mixedkv.kv.rows import RowGroup, from_native, to_native
+from mixedkv.kv.checkpoint import Checkpoint, joined
+from mixedkv.kv.rows import RowGroup, from_native, pick_rows, to_native
+from mixedkv.kv.window_settings import WindowSettings
 from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.context_lock import exclusive, present
 
 _STATE_ONLY = llama_cpp.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 _HEAD = struct.Struct("<IiIiI")  # magic, sequence, cells, position, sequences of the cell
@@ -43,202 +43,255 @@ class Cut(NamedTuple):
     hot: bool
 
 
-def find_cut(llm: llama_cpp.Llama, seq: int, n: int) -> Cut:
-    """Ask the cache where a sequence can be cut, at `n` tokens or before."""
-    return Cut(*_core.find_cut(_address(llm), seq, n))
-
-
-def cut_rule(llm: llama_cpp.Llama, setting: KVSetting) -> CutRule:
-    """Return where sequences of this model and cache can be cut.
-
-    Args:
-        setting: of the cache, with its window as it is now.
-    """
-    recurrent = _llama_cpp.is_recurrent(llm) or _llama_cpp.is_hybrid(llm)
-    n_swa = sliding_window(llm)
-    rows = setting.window
-    # without drafts: a sequence that was resumed has the rows of its window only
-    window = _core.HotWindow(rows.threshold, rows.group_size, rows.sink_tokens)
-    sliding = 0 if llm.context_params.swa_full else n_swa
-    return CutRule(window=window, sliding=sliding, recurrent=recurrent, slides=n_swa > 0)
-
-
-def sliding_window(llm: llama_cpp.Llama) -> int:
-    """Return the number of tokens that layers with a sliding window see, 0 if there are none."""
-    if int(llama_cpp.llama_model_n_swa(_llama_cpp.model(llm))) <= 0:
-        return 0
-    return max((layer["n_swa"] for layer in _layers(llm)), default=0)
-
-
-def take(llm: llama_cpp.Llama, rule: CutRule, seq: int) -> Checkpoint | None:
-    n = int(llama_cpp.llama_memory_seq_pos_max(_memory(llm), seq)) + 1
-    if n == 0 or rule.anywhere or not holds(llm, seq, n):
-        return None
-    try:
-        groups = _groups(llm, rule, seq, n)
-    except UnsupportedModelError:  # its rows are not taken out
-        return None
-    state = _state(llm, seq) if rule.recurrent else np.empty(0, np.uint8)
-    before = find_cut(llm, seq, n - 1)
-    first = rule.saved_from(n) if before.window == n - 1 and before.hot else n
-    return Checkpoint(n=n, first=first, groups=groups, state=state)
-
-
-def resume(llm: llama_cpp.Llama, point: Checkpoint, n: int, source: int, target: int) -> None:
-    """Restore a checkpoint into a sequence.
-
-    Raises:
-        ValueError: as `KVCache.resume`.
-    """
-    if not point.serves(n):
-        raise ValueError(f"n={n}: this checkpoint serves {point.first} to {point.n} tokens")
-    memory = _memory(llm)
-    if source != target:
-        llama_cpp.llama_memory_seq_rm(memory, target, -1, -1)
-        llama_cpp.llama_memory_seq_cp(memory, source, target, 0, n)
-    put(llm, point.cut(n), target)
-    if find_cut(llm, target, n).n < n:
-        raise ValueError(f"rows of the first {n} tokens are missing: evaluate them again")
-
-
-def put(llm: llama_cpp.Llama, point: Checkpoint, seq: int) -> None:
-    """Restore a checkpoint into a sequence with rows of at least `point.n` tokens; later rows are removed.
-
-    Raises:
-        ValueError: it does not fit this model, or there is no room.
-    """
-    if len(point.state):  # first: a state that is ahead of the cut could not be cut
-        _put_state(llm, point, seq)
-    elif _llama_cpp.is_recurrent(llm) or _llama_cpp.is_hybrid(llm):
-        raise ValueError("the checkpoint has no state of recurrent layers, which this model has")
-    llama_cpp.llama_memory_seq_rm(_memory(llm), seq, point.n, -1)
-    if point.groups:
-        _core.restore_window(_address(llm), seq, [to_native(group) for group in point.groups])
-
-
-def holds(llm: llama_cpp.Llama, seq: int, n: int) -> bool:
-    """Return whether the sequence, cut at n tokens, has all that the token there reads as it was
-    evaluated.
-    """
-    cut = find_cut(llm, seq, n)
-    return cut.n == n and cut.hot
-
-
-def _groups(llm: llama_cpp.Llama, rule: CutRule, seq: int, n: int) -> tuple[RowGroup, ...]:
-    """Return the rows with F16 copies; of sliding-window layers all that the token at n - 1 has seen."""
-    layers, window = _layers(llm), rule.window
-    if not layers or not (window.threshold or window.sink_tokens or rule.sliding):
-        return ()
-    address, sinks = _address(llm), min(window.sink_tokens, n)
-    begin = min(window.begin(n - 1), n - rule.sliding if rule.sliding else n)
-    begin = max(0, min(begin, n - 1))
-    slides = {layer["group"]: layer["n_swa"] > 0 and rule.sliding > 0 for layer in layers}
-    groups = _rows(address, seq, begin, n)
-    if 0 < sinks <= begin:
-        groups = [joined(a, b) for a, b in zip(_rows(address, seq, 0, sinks), groups, strict=True)]
-    return tuple(group if slides[i] else only_hot(group) for i, group in enumerate(groups))
-
-
-def _rows(address: int, seq: int, p0: int, p1: int) -> list[RowGroup]:
-    return [from_native(group) for group in _core.export_rows(address, seq, p0, p1)]
-
-
-def _state(llm: llama_cpp.Llama, seq: int) -> npt.NDArray[np.uint8]:
-    context = _llama_cpp.context(llm)
-    size = int(llama_cpp.llama_state_seq_get_size_ext(context, seq, _STATE_ONLY))
-    state = np.empty(size, np.uint8)
-    if int(llama_cpp.llama_state_seq_get_data_ext(context, _pointer(state), size, seq, _STATE_ONLY)) != size:
-        raise RuntimeError("llama.cpp did not write the state of a sequence: this is a bug, please report it")
-    return state
-
-
-def _put_state(llm: llama_cpp.Llama, point: Checkpoint, seq: int) -> None:
-    """Put a state into the context. One from a file is checked first, since llama.cpp ends the process for
-    some errors.
-    """
-    state = np.ascontiguousarray(point.state)
-    slides = int(llama_cpp.llama_model_n_swa(_llama_cpp.model(llm))) > 0  # then rows of these come first
-    if not slides and (
-        len(state) < _HEAD.size or _HEAD.unpack_from(state.tobytes()[: _HEAD.size])[2:] != (1, point.n - 1, 0)
-    ):
-        raise ValueError("the state of recurrent layers belongs to a sequence of another length")
-    context = _llama_cpp.context(llm)
-    n_read = llama_cpp.llama_state_seq_set_data_ext(context, _pointer(state), len(state), seq, _STATE_ONLY)
-    if int(n_read) != len(state):
-        raise ValueError("the state of recurrent layers does not fit this model")
-
-
-def _pointer(array: npt.NDArray[np.uint8]) -> Any:
-    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
-
-
-def _layers(llm: llama_cpp.Llama) -> list[_core.Layer]:
-    """Return the layers that have rows."""
-    return [] if _llama_cpp.is_recurrent(llm) else _core.layers(_address(llm))
-
-
-def _address(llm: llama_cpp.Llama) -> int:
-    return _llama_cpp.address(_llama_cpp.context(llm))
-
-
-def _memory(llm: llama_cpp.Llama) -> Any:
-    return llama_cpp.llama_get_memory(_llama_cpp.context(llm))
-
-
 class StateRefusedError(Exception):
     """A checkpoint does not fit, which is found after the rows were loaded."""
 
 
-def out(llm: llama_cpp.Llama, seq: int, p0: int, p1: int, end: int) -> tuple[RowGroup, ...]:
-    """Return the rows at [p0, p1) of a sequence of `end` tokens; none where no layer keeps any.
-
-    Raises:
-        LookupError, ValueError, UnsupportedModelError: as `KVCache.export`.
+class SequenceState(WindowSettings):
+    """The part of a `KVCache` that says where sequences can be cut, keeps what they hold besides rows of all
+    tokens, and copies rows out and in.
     """
-    if _llama_cpp.is_recurrent(llm):
-        if not 0 <= p0 < p1 <= end:
-            raise LookupError(f"sequence {seq} has no positions [{p0}, {p1})")
-        return ()
-    address = _llama_cpp.address(_llama_cpp.context(llm))
-    groups = tuple(map(from_native, _core.export_rows(address, seq, p0, p1)))
-    if not groups:
-        raise UnsupportedModelError(
-            "rows cannot be exported from the kind of cache that this model has: save its whole state"
-        )
-    return groups
 
+    def __init__(self, llama: llama_cpp.Llama, setting: KVSetting, busy: _core.Gate) -> None:
+        super().__init__(llama, setting, busy)
+        self._doubted: set[int] = set()  # sequences, see `Evaluating._is_doubted`
 
-def into(llm: llama_cpp.Llama, block: KVBlock, seq: int, shift: int, drop_from: int, more: bool) -> None:
-    """Put rows, and the checkpoint that serves their end, into a sequence.
+    # --- where a sequence can be cut ---
 
-    Raises:
-        ValueError: as `KVCache.load`; nothing has changed.
-        StateRefusedError: the checkpoint cannot be put back.
-    """
-    has_state = _llama_cpp.is_recurrent(llm) or _llama_cpp.is_hybrid(llm)
-    point = None if more or shift else block.checkpoint_at(block.p1)
-    if has_state and shift:
-        raise ValueError("the state of recurrent layers stays at its positions: load the block where it was")
-    if has_state and point is None and not more:
-        raise ValueError(
-            "the block has no state of the recurrent layers at its end: export it where its sequence ends"
-        )
-    if block.groups:
-        _import(llm, block, seq, shift, drop_from, whole=not more and point is None)
-    if point is not None:
+    @exclusive
+    def positions(self, seq: int = 0) -> tuple[int, int]:
+        """Return the lowest and highest position that all layers still hold of a sequence; (-1, -1) when it
+        is empty.
+        """
+        memory = self._memory
+        self._check_sequence("seq", seq)
+        low = llama_cpp.llama_memory_seq_pos_min(memory, seq)
+        return int(low), int(llama_cpp.llama_memory_seq_pos_max(memory, seq))
+
+    @property
+    def can_cut(self) -> bool:
+        """True if part of a sequence can be removed: not where recurrent layers keep a state of all of it."""
+        return not (_llama_cpp.is_recurrent(self._llama) or _llama_cpp.is_hybrid(self._llama))
+
+    @property
+    @present
+    def cut_rule(self) -> CutRule:
+        """The rule that says where a sequence can be cut."""
+        n_swa, rows = self.sliding_window, self._setting.window
+        # without drafts: a sequence that was resumed has the rows of its window only
+        window = _core.HotWindow(rows.threshold, rows.group_size, rows.sink_tokens)
+        sliding = 0 if self._llama.context_params.swa_full else n_swa
+        return CutRule(window=window, sliding=sliding, recurrent=not self.can_cut, slides=n_swa > 0)
+
+    @property
+    @present
+    def sliding_window(self) -> int:
+        """Tokens that layers with a sliding window see, 0 if there are none."""
+        if not self._slides:
+            return 0
+        return max((layer["n_swa"] for layer in self._native_layers()), default=0)
+
+    @property
+    def _slides(self) -> bool:
+        return int(llama_cpp.llama_model_n_swa(_llama_cpp.model(self._llama))) > 0
+
+    @exclusive
+    def holds(self, seq: int, n: int) -> bool:
+        """Return whether the sequence, cut at n tokens, has all that the token there reads as it was
+        evaluated.
+        """
+        cut = self._find_cut(seq, n)
+        return cut.n == n and cut.hot
+
+    @exclusive
+    def longest_cut(self, seq: int, n: int) -> int:
+        """Return where the sequence can be cut at most, up to `n` tokens: the next token then finds all rows
+        and states that it reads, in every layer. F16 rows of a mixed window may be missing, see `holds`.
+
+        The cells and states are asked. Layers with a sliding window let go of rows, whatever swa_full says.
+        """
+        return self._find_cut(seq, n).n
+
+    @exclusive
+    def n_rows(self, seq: int, n: int) -> int:
+        """Return how many leading positions, up to `n`, layers have that keep all rows."""
+        return self._find_cut(seq, n).full
+
+    def has_rows(self, seq: int, n: int) -> bool:
+        """Return whether the sequence can be cut at `n` tokens, see `longest_cut`."""
+        return self.longest_cut(seq, n) == n
+
+    def _find_cut(self, seq: int, n: int) -> Cut:
+        return Cut(*_core.find_cut(self._address, seq, n))
+
+    def _check_sequence(self, field: str, seq: int) -> None:
+        n_seq_max = self._llama.context_params.n_seq_max
+        if not 0 <= seq < n_seq_max:
+            raise ValueError(f"{field}={seq}: this context has the sequences 0 to {n_seq_max - 1}")
+
+    # --- checkpoints ---
+
+    @exclusive
+    def checkpoint(self, seq: int = 0) -> Checkpoint | None:
+        """Copy the state of a sequence besides the rows of all its tokens: F16 copies of recent rows, rows of
+        sliding windows, the state of recurrent layers. `resume` continues from it later.
+
+        None where there is nothing of the kind, or not all of it any more.
+        """
+        rule, n = self.cut_rule, int(llama_cpp.llama_memory_seq_pos_max(self._memory, seq)) + 1
+        if n == 0 or rule.anywhere or not self.holds(seq, n):
+            return None
         try:
-            put(llm, point, seq)
-        except ValueError as error:
-            raise StateRefusedError(str(error)) from error
+            groups = self._groups(rule, seq, n)
+        except UnsupportedModelError:  # its rows are not taken out
+            return None
+        state = self._state(seq) if rule.recurrent else np.empty(0, np.uint8)
+        before = self._find_cut(seq, n - 1)
+        first = rule.saved_from(n) if before.window == n - 1 and before.hot else n
+        return Checkpoint(n=n, first=first, groups=groups, state=state)
+
+    @exclusive
+    def resume(self, point: Checkpoint, n: int, source: int, target: int) -> None:
+        """Set sequence `target` to the first `n` tokens of `source`, from its rows and the checkpoint. Both
+        may be the same sequence.
+
+        The `Llama` does not notice a change of its sequence 0.
+
+        Raises:
+            ValueError: the checkpoint does not serve this cut or this model, rows are missing, or there is no
+                room. The target is empty then.
+        """
+        self._check_sequence("source", source)
+        self._check_sequence("target", target)
+        self._doubt(target, source in self._doubted)
+        memory = self._memory
+        try:
+            if not point.serves(n):
+                raise ValueError(f"n={n}: this checkpoint serves {point.first} to {point.n} tokens")
+            if source != target:
+                llama_cpp.llama_memory_seq_rm(memory, target, -1, -1)
+                llama_cpp.llama_memory_seq_cp(memory, source, target, 0, n)
+            self._put(point.cut(n), target)
+            if self._find_cut(target, n).n < n:
+                raise ValueError(f"rows of the first {n} tokens are missing: evaluate them again")
+        except ValueError:
+            llama_cpp.llama_memory_seq_rm(memory, target, -1, -1)
+            raise
+
+    def _doubt(self, seq: int, doubted: bool) -> None:
+        (self._doubted.add if doubted else self._doubted.discard)(seq)
+
+    def _put(self, point: Checkpoint, seq: int) -> None:
+        """Restore a checkpoint into a sequence that has rows of its tokens; later rows are removed.
+
+        Raises:
+            ValueError: it does not fit this model, or there is no room.
+        """
+        if len(point.state):  # first: a state that is ahead of the cut could not be cut
+            self._put_state(point, seq)
+        elif not self.can_cut:
+            raise ValueError("the checkpoint has no state of recurrent layers, which this model has")
+        llama_cpp.llama_memory_seq_rm(self._memory, seq, point.n, -1)
+        if point.groups:
+            _core.restore_window(self._address, seq, [to_native(group) for group in point.groups])
+
+    def _groups(self, rule: CutRule, seq: int, n: int) -> tuple[RowGroup, ...]:
+        """Return the rows with F16 copies; of sliding-window layers all that the token at n - 1 has seen."""
+        layers, window = self._native_layers(), rule.window
+        if not layers or not (window.threshold or window.sink_tokens or rule.sliding):
+            return ()
+        sinks = min(window.sink_tokens, n)
+        begin = min(window.begin(n - 1), n - rule.sliding if rule.sliding else n)
+        begin = max(0, min(begin, n - 1))
+        slides = {layer["group"]: layer["n_swa"] > 0 and rule.sliding > 0 for layer in layers}
+        groups = self._export(seq, begin, n)
+        if 0 < sinks <= begin:
+            groups = [joined(a, b) for a, b in zip(self._export(seq, 0, sinks), groups, strict=True)]
+        return tuple(
+            group if slides[i] else pick_rows(group, group.hot, slice(None)) for i, group in enumerate(groups)
+        )
+
+    def _native_layers(self) -> list[_core.Layer]:
+        """Return the layers that have rows."""
+        return [] if _llama_cpp.is_recurrent(self._llama) else _core.layers(self._address)
+
+    def _state(self, seq: int) -> npt.NDArray[np.uint8]:
+        context = _llama_cpp.context(self._llama)
+        size = int(llama_cpp.llama_state_seq_get_size_ext(context, seq, _STATE_ONLY))
+        state = np.empty(size, np.uint8)
+        n_written = llama_cpp.llama_state_seq_get_data_ext(context, _pointer(state), size, seq, _STATE_ONLY)
+        if int(n_written) != size:
+            raise RuntimeError(
+                "llama.cpp did not write the state of a sequence: this is a bug, please report it"
+            )
+        return state
+
+    def _put_state(self, point: Checkpoint, seq: int) -> None:
+        """Put a state into the context. One from a file is checked first: for some errors llama.cpp ends the
+        process.
+        """
+        state = np.ascontiguousarray(point.state)
+        head = state[: _HEAD.size].tobytes()
+        # with a sliding window rows of that come first
+        if not self._slides and (len(head) < _HEAD.size or _HEAD.unpack(head)[2:] != (1, point.n - 1, 0)):
+            raise ValueError("the state of recurrent layers belongs to a sequence of another length")
+        context = _llama_cpp.context(self._llama)
+        n = llama_cpp.llama_state_seq_set_data_ext(context, _pointer(state), len(state), seq, _STATE_ONLY)
+        if int(n) != len(state):
+            raise ValueError("the state of recurrent layers does not fit this model")
+
+    # --- rows out and in ---
+
+    def _export(self, seq: int, p0: int, p1: int) -> list[RowGroup]:
+        return [from_native(group) for group in _core.export_rows(self._address, seq, p0, p1)]
+
+    def _rows_out(self, seq: int, p0: int, p1: int, end: int) -> tuple[RowGroup, ...]:
+        """Return the rows at [p0, p1) of a sequence of `end` tokens; none where no layer keeps any.
+
+        Raises:
+            LookupError, ValueError, UnsupportedModelError: as `KVCache.export`.
+        """
+        if _llama_cpp.is_recurrent(self._llama):
+            if not 0 <= p0 < p1 <= end:
+                raise LookupError(f"sequence {seq} has no positions [{p0}, {p1})")
+            return ()
+        if not (groups := self._export(seq, p0, p1)):
+            raise UnsupportedModelError(
+                "rows cannot be exported from the kind of cache that this model has: save its whole state"
+            )
+        return tuple(groups)
+
+    def _rows_in(self, block: KVBlock, seq: int, shift: int, drop_from: int, more: bool) -> None:
+        """Put rows, and the checkpoint that serves their end, into a sequence.
+
+        Raises:
+            ValueError: as `KVCache.load`; nothing has changed.
+            StateRefusedError: the checkpoint cannot be put back.
+        """
+        point = None if more or shift else block.checkpoint_at(block.p1)
+        if not self.can_cut and shift:
+            raise ValueError(
+                "the state of recurrent layers stays at its positions: load the block where it was"
+            )
+        if not self.can_cut and point is None and not more:
+            raise ValueError(
+                "the block has no state of the recurrent layers at its end: export it where its sequence ends"
+            )
+        groups = [to_native(group) for group in block.groups]
+        if groups and not more and point is None:
+            _core.import_rows(self._address, seq, groups, shift, drop_from)
+        elif groups:
+            if drop_from >= 0 and not llama_cpp.llama_memory_seq_rm(self._memory, seq, drop_from, -1):
+                raise ValueError(
+                    f"the state of recurrent layers is ahead of {drop_from}: remove the sequence first"
+                )
+            _core.import_part(self._address, seq, groups)
+        if point is not None:
+            try:
+                self._put(point, seq)
+            except ValueError as error:
+                raise StateRefusedError(str(error)) from error
 
 
-def _import(llm: llama_cpp.Llama, block: KVBlock, seq: int, shift: int, drop_from: int, whole: bool) -> None:
-    context = _llama_cpp.context(llm)
-    address, groups = _llama_cpp.address(context), [to_native(group) for group in block.groups]
-    if whole:
-        _core.import_rows(address, seq, groups, shift, drop_from)
-        return
-    memory = llama_cpp.llama_get_memory(context)
-    if drop_from >= 0 and not llama_cpp.llama_memory_seq_rm(memory, seq, drop_from, -1):
-        raise ValueError(f"the state of recurrent layers is ahead of {drop_from}: remove the sequence first")
-    _core.import_part(address, seq, groups)
+def _pointer(array: npt.NDArray[np.uint8]) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from mixedkv.card import bar, card, rows_of
+from mixedkv.config.row_types import type_name
 from mixedkv.sizes import format_bytes
 
 if TYPE_CHECKING:
@@ -34,6 +35,14 @@ class LayerStats:
     equalization: int  # tells scales of K apart, 0: none
     bytes_cold: int
     bytes_hot: int
+
+    @classmethod
+    def of(cls, layer: _core.Layer) -> LayerStats:
+        """Make the stats from what the context reports."""
+        types = {"type_k": type_name(layer["type_k"]), "type_v": type_name(layer["type_v"])}
+        sizes = {"head_size_k": layer["n_embd_head_k"], "head_size_v": layer["n_embd_head_v"]}
+        values: dict[str, Any] = {**layer, **types, **sizes}
+        return cls(**{field.name: values[field.name] for field in fields(cls)})
 
     def __str__(self) -> str:
         heads = f"{self.n_head_kv} heads of {self.head_size_k}"
@@ -135,32 +144,11 @@ class KVStats:
         layers: tuple[LayerStats, ...] | None,
     ) -> KVStats:
         """Make the stats from what the context reports."""
-        return cls(
-            kv=kv,
-            mixed=now["mixed"],
-            n_ctx=now["n_ctx_seq"],
-            n_seq_max=now["n_seq_max"],
-            n_layer=now["n_layer"],
-            quantization_threshold=now["threshold"],
-            threshold_capacity=now["threshold_capacity"],
-            group_size=now["group_size"],
-            sink_tokens=now["sink_tokens"],
-            tokens_hot=now["n_cells_hot"],
-            tokens_cold=now["n_cells_used"] - now["n_cells_hot"],
-            hot_budget=now["hot_slots"],
-            hot_shared=now["hot_shared"],
-            hot_evicted=now["n_evicted"],
-            pages_read=now["n_pages_read"] / now["n_pages"] if now["n_pages"] else 1.0,
-            bytes_total=now["bytes_total"],
-            bytes_cold=now["bytes_cold"],
-            bytes_hot=now["bytes_hot"],
-            bytes_given_back=now["bytes_given_back"],
-            bytes_view=now["bytes_view"],
-            bytes_compute=now["bytes_compute"],
-            n_elements=now["n_elements"],
-            sequences=sequences,
-            layers=layers,
-        )
+        numbers: dict[str, Any] = {**now}
+        named = {name: numbers[_NATIVE_NAMES.get(name, name)] for name in _NUMBERS}
+        named["tokens_cold"] -= named["tokens_hot"]
+        read = now["n_pages_read"] / now["n_pages"] if now["n_pages"] else 1.0
+        return cls(kv=kv, pages_read=read, sequences=sequences, layers=layers, **named)
 
     @classmethod
     def without_rows(cls, n_ctx: int, n_seq_max: int, by_layer: bool) -> KVStats:
@@ -238,6 +226,19 @@ class KVStats:
         return (
             f"{total} = {format_bytes(self.bytes_hot)} hot{back} + {format_bytes(self.bytes_cold)} cold{view}"
         )
+
+
+_NUMBERS = tuple(
+    field.name for field in fields(KVStats) if field.name not in ("kv", "pages_read", "sequences", "layers")
+)
+_NATIVE_NAMES = {  # where the library calls them otherwise
+    "n_ctx": "n_ctx_seq",
+    "quantization_threshold": "threshold",
+    "tokens_hot": "n_cells_hot",
+    "tokens_cold": "n_cells_used",  # all, see `KVStats.of`
+    "hot_budget": "hot_slots",
+    "hot_evicted": "n_evicted",
+}
 
 
 def format_saving(saving: float) -> str:

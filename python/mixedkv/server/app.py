@@ -20,8 +20,8 @@ from starlette.responses import Response
 from mixedkv import __version__
 from mixedkv.config.checks import did_you_mean
 from mixedkv.doors.keys import Keys
+from mixedkv.doors.settings import in_words
 from mixedkv.server.api import (
-    cached_messages,
     chat_completions,
     completions,
     context,
@@ -31,20 +31,17 @@ from mixedkv.server.api import (
     llama_server,
     messages,
     ollama,
-    ollama_models,
-    pages,
     responses,
 )
-from mixedkv.server.api.fields import place
-from mixedkv.server.api_error import ApiError, in_words
+from mixedkv.server.api_error import ApiError
+from mixedkv.server.fields import place
 from mixedkv.server.http.body_limit import BodyLimit
-from mixedkv.server.http.json_body import BodyParser
+from mixedkv.server.http.json_body import BodyParser, SaidOnce
 from mixedkv.server.http.middleware import OwnPagesOnly, ShortPaths
 from mixedkv.server.pending import Disconnected
 from mixedkv.server.settings import ServerSettings
 from mixedkv.server.snapshot import metrics_text
 from mixedkv.server.state import ServerState, check_generates
-from mixedkv.server.unknown_fields import SaidOnce
 
 log = logging.getLogger("mixedkv.server")
 
@@ -53,17 +50,20 @@ _MAX_PARAM = 200  # characters to quote, as names of unknown fields are the clie
 _GONE = 499  # nginx' status for a client that disconnected; nobody reads it
 
 
-_GENERATE = (  # modules of endpoints that need a model which generates text
-    chat_completions,
-    completions,
-    context,
-    kept_responses,
-    llama_server,
-    messages,
-    ollama,
-    responses,
-)
-_OTHERS = (cached_messages, embeddings, info, ollama_models, pages)
+_GENERATE = [  # endpoints that need a model which generates text
+    module.router
+    for module in (
+        chat_completions,
+        completions,
+        context,
+        kept_responses,
+        llama_server,
+        messages,
+        ollama,
+        responses,
+    )
+]
+_OTHERS = [embeddings.router, info.router, ollama.models_router]
 
 
 def make_app(server: ServerState) -> FastAPI:
@@ -78,15 +78,15 @@ def make_app(server: ServerState) -> FastAPI:
 
 def include_endpoints(app: FastAPI) -> None:
     """Add the endpoints of all APIs."""
-    for module in _GENERATE:
-        app.include_router(module.router, dependencies=[Depends(check_generates)])
-    for module in _OTHERS:
-        app.include_router(module.router)
+    for router in _GENERATE:
+        app.include_router(router, dependencies=[Depends(check_generates)])
+    for router in _OTHERS:
+        app.include_router(router)
 
 
 def all_routes() -> list[APIRoute]:
     """Return the routes of all APIs."""
-    routes = (route for module in (*_GENERATE, *_OTHERS) for route in module.router.routes)
+    routes = (route for router in (*_GENERATE, *_OTHERS) for route in router.routes)
     return [route for route in routes if isinstance(route, APIRoute)]
 
 
@@ -109,12 +109,12 @@ def dress(app: FastAPI, settings: ServerSettings, keys: Keys, count: Any) -> Non
         keys=keys,
         count=count,
     )
-    origins = settings.cors_origin
+    origins = settings.origins
     if not keys:
         app.add_middleware(
             OwnPagesOnly,
             local_only=settings.local_only,
-            hosts=settings.allowed_host,
+            hosts=settings.hosts,
             origins=origins,
         )
     if origins:
@@ -184,8 +184,6 @@ async def _on_invalid(request: Request, error: Any) -> Response:
     param = place(first["loc"][1:])[:_MAX_PARAM] or None  # without "body", "path" or "query"
     if first["type"] == "json_invalid":
         return ApiError(400, "the body is not valid JSON", code="invalid_json").response(request.url.path)
-    if first["type"] == "extra_forbidden":
-        message = "this field is not known: leave it out"
     return ApiError(400, f"{param}: {message}" if param else message, param=param).response(request.url.path)
 
 

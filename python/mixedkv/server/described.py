@@ -78,26 +78,28 @@ class Described:
             raise ApiError(503, message, param="model", code="model_not_loaded") from None
 
 
-def read_chat_template(path: str) -> str:
-    """Read a chat template from its file.
+def chat_format(given: str) -> tuple[str, str]:
+    """Return the name of a chat format, or else the Jinja template in a file.
 
     Raises:
-        ValueError: the file cannot be read.
+        ValueError: it is neither.
     """
-    if not path:
-        return ""
+    if not given or find_format(given):
+        return given, ""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return "", Path(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        named = f"chat_format={path}" if find_format(path) else "with chat_format the name of a format"
-        raise ValueError(f"chat_template={path}: {why}: give a file, or {named}") from None
+        raise ValueError(
+            f"chat_format={given}: {why}: give a file, or the name of a format such as chatml"
+        ) from None
 
 
 def description(settings: ServerSettings, model: ServedModel, file: ModelFile) -> dict[str, Any]:
     """Return the fields of `Described` that the files of a model tell."""
     own = str(file.metadata.get("tokenizer.chat_template", ""))
-    template = "" if settings.chat_format else read_chat_template(settings.chat_template) or own
+    name, given = chat_format(settings.chat_format)
+    template = "" if name else given or own
     renderer = ChatRenderer(template, "", "")
     generates = not only_embeds(file)
     embeds = not model.parent and (settings.embeddings or not generates) and not ranks(file)
@@ -112,16 +114,16 @@ def description(settings: ServerSettings, model: ServedModel, file: ModelFile) -
         "kv": str(parse_kv(settings.kv if generates else "f16")),
         "capabilities": capabilities(
             generates=generates,
-            tools=bool(template or settings.chat_format),
+            tools=bool(template or name),
             thinks=renderer.thinks,
             infills=any(f"tokenizer.ggml.{name}_token_id" in file.metadata for name in ("fim_pre", "prefix")),
             sees=bool(model.mmproj),
             embeds=embeds,
         ),
-        "sampling": {**sampling_defaults(file.metadata), **settings.sampling()},
+        "sampling": {**sampling_defaults(file.metadata), **settings.default_sampling},
         "facts": {
             "architecture": file.architecture,
-            "n_params": sum(_n_elements(tensor.shape) for tensor in file.tensors),
+            "n_params": sum(math.prod(tensor.shape) for tensor in file.tensors),
             "quantization": weight_type(file),
             "size_bytes": file.size,
             "n_ctx": (model.n_ctx or int(file.get("context_length", 0))) if generates else None,
@@ -144,10 +146,3 @@ def capabilities(
         "embedding": embeds,
     }
     return [name for name, is_so in can.items() if is_so]
-
-
-def _n_elements(shape: tuple[int, ...]) -> int:
-    n = 1
-    for size in shape:
-        n *= size
-    return n

@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import llama_cpp
 
-from mixedkv.chunks.passages import parse_chunks
 from mixedkv.config import KVSetting, MixedKVConfig, parse_kv
 from mixedkv.engine.chat import tokenizer
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
@@ -21,7 +20,6 @@ from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.embed.embedding_context import EmbeddingContext, embedding_bytes, only_embeds
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.inbox import Turns
-from mixedkv.engine.sample.sampling import sampling_defaults
 from mixedkv.engine.schedule.request import SpeculationMode
 from mixedkv.errors import ClosedError, ModelChangedError
 from mixedkv.images.projector import Projector
@@ -32,15 +30,14 @@ from mixedkv.model.encoder import encoder_bytes
 from mixedkv.model.fingerprint import model_parts
 from mixedkv.model.fit import Beside
 from mixedkv.model.footprint import Sliding
-from mixedkv.model.gguf_file import ModelFile, default_n_ctx, n_mtp_layers, read_model_file, weight_type
+from mixedkv.model.gguf_file import ModelFile, default_n_ctx, n_mtp_layers, read_model_file
 from mixedkv.native import llama_cpp as _llama_cpp
-from mixedkv.server.described import capabilities, read_chat_template
+from mixedkv.server.described import capabilities, chat_format
 from mixedkv.server.model_watch import ModelWatch
 from mixedkv.server.models import ServedModel
-from mixedkv.server.session_kv import ModelKV
-from mixedkv.server.settings import ServerSettings
+from mixedkv.server.settings import ServerSettings, parse_reuse
 from mixedkv.server.state import ServerState
-from mixedkv.sizes import format_bytes
+from mixedkv.sizes import GB, format_bytes
 from mixedkv.start.checkpoints import CheckpointLimits
 from mixedkv.store import KVStore
 from mixedkv.streaming.layer_choice import parse_layers
@@ -60,7 +57,7 @@ def open_engines(
     beside = _beside(states[0].settings, models, file)
     for state, model in zip(states, models, strict=True):
         _open(state, model, file, states[0] if model.parent else None, turns, stack, beside)
-        _tell(state, file)
+        _tell(state)
 
 
 def _open(
@@ -84,41 +81,38 @@ def _open(
     if llm.fitted is not None:
         print(f"mixedkv fits {model.name}: {llm.fitted}", file=sys.stderr, flush=True)
     draft_model = stack.enter_context(load_draft_model(settings, llm)) if drafts else None
-    connector = _connector(settings, state.store)
+    state.connector = _connector(settings, state.store)
     engine = stack.enter_context(
         Engine(
             llm,
             parallel=settings.parallel,
             max_queue=settings.max_queue,
             exact_only=settings.reuse != "prefix",
-            connector=connector,
+            connector=state.connector,
             observer=state.metrics,
             deliver=state.delivery,
-            tokenizer=tokenizer.Tokenizer(
-                llm, settings.chat_format, read_chat_template(settings.chat_template)
-            ),
+            tokenizer=tokenizer.Tokenizer(llm, *chat_format(settings.chat_format)),
             limits=state.keys.limits,
-            checkpoints=CheckpointLimits(
-                **({} if settings.max_checkpoint_gb else {"per_sequence": 0}),
-                max_bytes=_checkpoint_bytes(settings, llm),
-            ),
+            checkpoints=CheckpointLimits(max_bytes=_checkpoint_bytes(llm)),
             speculation=speculation_of(settings, drafts=draft_model is not None or mtp),
             draft_model=draft_model,
             turns=turns,
         )
     )
     watch.begin(partial(_stop_reading, engine))
-    state.session_kv.add(ModelKV(state.store, engine, connector))
     state.engine = engine
+    state.session_kv.models.append(state)
     state.embedder = _open_embedder(state, engine, file) if parent is None else None
-    state.projector = parent.projector if parent is not None else open_projector(settings, model, llm)
+    if parent is not None:
+        state.projector = parent.projector
+    elif model.mmproj:
+        state.projector = Projector(llm, model.mmproj, settings.threads or None, verbose=settings.verbose)
 
 
-def _checkpoint_bytes(settings: ServerSettings, llm: Llama) -> int:
-    """Return the most memory for checkpoints: of what a fitted context has left, half."""
-    most = int(settings.max_checkpoint_gb * 1e9)
+def _checkpoint_bytes(llm: Llama) -> int:
+    """Return the most memory for checkpoints: a gigabyte; of what a fitted context has left, half."""
     left = llm.fitted.n_left if llm.fitted is not None else None
-    return most if left is None else min(most, left // 2)
+    return GB if left is None else min(GB, left // 2)
 
 
 def _stop_reading(engine: Engine) -> None:
@@ -137,12 +131,14 @@ def speculation_of(settings: ServerSettings, drafts: bool) -> SpeculationMode:
     """Return the speculation mode of a model's answers. `drafts`: it has MTP layers or the draft model, which
     adapters lack.
     """
-    if settings.speculation in ("draft-model", "mtp") and not drafts:
+    if settings.draft_model:
+        return "draft-model" if drafts else "prompt-lookup"
+    if settings.speculation == "mtp" and not drafts:
         return "prompt-lookup"
-    return settings.speculation or ("draft-model" if drafts else "off")
+    return cast(SpeculationMode, settings.speculation or "off")
 
 
-def _tell(state: ServerState, file: ModelFile) -> None:
+def _tell(state: ServerState) -> None:
     """Describe a loaded model."""
     engine, embedder = state.engine, state.embedder
     words = engine.tokenizer
@@ -161,12 +157,8 @@ def _tell(state: ServerState, file: ModelFile) -> None:
         sees=state.projector is not None,
         embeds=embedder is not None and not embedder.context.ranks,
     )
-    state.sampling = {**sampling_defaults(file.metadata), **state.settings.sampling()}
-    state.facts = {
-        "architecture": file.architecture,
+    state.facts |= {
         "n_params": int(llama_cpp.llama_model_n_params(_llama_cpp.model(engine.llm))),
-        "quantization": weight_type(file),
-        "size_bytes": file.size,
         "n_ctx": engine.n_ctx if state.generates else None,
         "n_embd": embedder.context.n_embd if embedder and not embedder.context.ranks else None,
         "embedding_n_ctx": embedder.context.n_ctx if embedder is not None else None,
@@ -187,9 +179,9 @@ def _open_embedder(state: ServerState, engine: Engine, file: ModelFile) -> Embed
 def _connector(settings: ServerSettings, store: KVStore | None) -> StoreConnector | None:
     if store is None:
         return None
-    if settings.reuse != "chunks":
+    if not settings.reuses_chunks:
         return StoreConnector(store, closes=False)
-    return ChunkConnector(store, closes=False, **parse_chunks(settings.chunks))
+    return ChunkConnector(store, closes=False, **parse_reuse(settings.reuse)[1])
 
 
 def load_model(
@@ -226,7 +218,7 @@ def load_model(
         n_ctx=n_ctx if generates else CELLS,
         n_seq_max=settings.n_seq,
         n_windows=settings.parallel,
-        swa_full=settings.swa_full or settings.reuse == "chunks" or settings.overflow == "slide",
+        swa_full=settings.swa_full or settings.reuses_chunks or settings.overflow == "slide",
         n_rs_seq=settings.n_rs_seq,
         load_mtp=mtp,
         stream_layers=parse_layers(settings.stream_layers) if settings.stream_layers else None,
@@ -283,15 +275,3 @@ def _load(settings: ServerSettings, path: Path, **options: Any) -> Llama:
     if not settings.verbose:
         _llama_cpp.silence_log()  # Llama changes the log
     return llm
-
-
-def open_projector(settings: ServerSettings, model: ServedModel, llm: Llama) -> Projector | None:
-    if not model.mmproj:
-        return None
-    try:
-        import PIL  # noqa: F401
-    except ModuleNotFoundError:
-        raise ValueError(
-            "mmproj needs pillow, which is not installed: pip install 'mixedkv[server]'"
-        ) from None
-    return Projector(llm, model.mmproj, settings.threads or None, verbose=settings.verbose)

@@ -87,7 +87,7 @@ def check_keeps(settings: ServerSettings, files: Sequence[ModelFile]) -> None:
     Raises:
         ValueError: they all only embed.
     """
-    keeps = settings.store or settings.store_remote or settings.warm or settings.warm_text
+    keeps = settings.store or settings.store_remote or settings.warm
     if keeps and all(map(only_embeds, files)):
         raise ValueError(
             "store, store_remote, warm: this model generates nothing, it has no KV to keep: serve it without"

@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -29,10 +28,9 @@ from mixedkv.server.models import check_adapters, check_files, check_keeps, serv
 from mixedkv.server.pending import Delivery
 from mixedkv.server.pools import Pools
 from mixedkv.server.router.router import Router, make_router_app
-from mixedkv.server.session_kv import SessionKV
 from mixedkv.server.settings import IN_MEMORY, ServerSettings
-from mixedkv.server.state import ServerState, session_quota
-from mixedkv.server.warming import WarmLine, warm, warm_lines
+from mixedkv.server.state import ServerState, SessionKV
+from mixedkv.server.warming import WarmLine, read_warm_file, warm
 from mixedkv.server.watchdog import Watchdog
 from mixedkv.sessions import ContextCacheManager
 from mixedkv.sessions.record_codec import PLAIN, RecordCodec
@@ -58,7 +56,7 @@ def serve(settings: ServerSettings) -> None:
     logs.install()
     sys.setswitchinterval(_SWITCH_SECONDS)
     keys = Keys.of(settings.api_key_file, settings.api_key)
-    lines = warm_lines(settings, keys)
+    lines = read_warm_file(settings.warm, keys) if settings.warm else []
     with ExitStack() as stack:
         tls = TLS(settings.tls_cert, settings.tls_key) if settings.tls_cert else None
         listening = stack.enter_context(listen(settings))
@@ -121,7 +119,7 @@ def open_server(settings: ServerSettings, keys: Keys, stack: ExitStack) -> Serve
             session_kv,
             codec=RecordCodec(KeyCipher(key)) if key is not None else PLAIN,
             pending_seconds=settings.request_timeout + _REGISTER_SECONDS,
-            quota=partial(session_quota, settings, keys),
+            quota=keys.session_quota,
         ),
         "session_kv": session_kv,
         "pools": Pools(keys.limits),
@@ -149,18 +147,18 @@ def _open_events(settings: ServerSettings, engines: Mapping[str, Engine]) -> KVE
         raise ValueError(
             f"kv_events needs {error.name}, which is not installed: pip install 'mixedkv[events]'"
         ) from None
-    return KVEvents(settings.kv_events, engines)
+    return KVEvents(settings.kv_events.partition("#")[0], engines)
 
 
 def _topics(settings: ServerSettings, names: Sequence[str]) -> dict[str, str]:
     """Return the topics of KV events by model, from which routers know whose blocks they are."""
     if not settings.kv_events:
         return {}
-    topic = settings.kv_events_topic
+    topic = settings.kv_events.partition("#")[2]
     if len(names) > 1 and "{model}" not in topic:
         raise ValueError(
-            f"kv_events_topic={topic!r}: {len(names)} models need topics of their own: put {{model}} in it, "
-            "which stands for the name of each, as in kv@POD@{model}"
+            f"kv_events={settings.kv_events}: {len(names)} models need topics of their own: put {{model}} "
+            "into it, which stands for the name of each, as in #kv@POD@{model}"
         )
     return {name: topic.replace("{model}", name) for name in names}
 
@@ -169,7 +167,7 @@ def _open_store(
     settings: ServerSettings, keys: Keys, key: KeySource | None, stack: ExitStack
 ) -> KVStore | None:
     """Open the store of one model. All stores share the folder, and each has memory of its own."""
-    if not (settings.store or settings.store_remote or settings.reuse == "chunks"):
+    if not (settings.store or settings.store_remote or settings.reuses_chunks):
         return None
     store = KVStore(
         settings.store or None,

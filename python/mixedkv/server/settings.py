@@ -5,25 +5,24 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, cast, get_args
 
-from pydantic import field_validator, model_validator
+from pydantic import ValidationError, field_validator, model_validator
 
 from mixedkv.chunks.passages import parse_chunks
-from mixedkv.doors.settings import SIZE, DoorSettings, Gigabytes, Megabytes, Several, option
+from mixedkv.doors.settings import SIZE, DoorSettings, Gigabytes, Megabytes, Several, in_words, option
 from mixedkv.hosts import is_local
-from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS, RANGES
+from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS
 from mixedkv.prompts.overflow import Overflow
+from mixedkv.server.fields import SamplingFields
 from mixedkv.sessions.metadata import beside
-from mixedkv.sizes import parse_size
+from mixedkv.sizes import parse_duration, parse_size
 from mixedkv.start.sequences import Reuse
 from mixedkv.store.eviction import Eviction
 from mixedkv.streaming.layer_choice import parse_layers
 
-_UNITS = {"ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
-_PART = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)(ms|min|[smhd])", re.ASCII)
-_NUMBER = re.compile(r"-?\d{1,12}(\.\d{1,9})?", re.ASCII)
-_HELP = 'use seconds, a text such as "10m" or "1h30m", 0, or -1 for ever'
+_ZERO = re.compile(r"-?0+(\.0+)?(ms|min|[smhd])?", re.ASCII)
 
 
 def parse_keep_alive(value: object) -> float:
@@ -32,30 +31,58 @@ def parse_keep_alive(value: object) -> float:
     Raises:
         ValueError: the value is neither.
     """
-    if isinstance(value, str):
-        return _read(value.strip())
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise ValueError(f"{str(value)[:50]!r} is not a time: {_HELP}")
-    return math.inf if value < 0 else float(value)
-
-
-def _read(text: str) -> float:
-    if _NUMBER.fullmatch(text):
-        return parse_keep_alive(float(text))
-    parts = text.removeprefix("-")
-    seconds = [float(number) * _UNITS[unit] for number, unit in _PART.findall(parts)]
-    if not parts or _PART.sub("", parts):
-        raise ValueError(f"{text[:50]!r} is not a time: {_HELP}")
-    return math.inf if text.startswith("-") and sum(seconds) > 0 else sum(seconds)
+    if isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value):
+        return math.inf if value < 0 else float(value)
+    text = value.strip() if isinstance(value, str) else ""
+    if _ZERO.fullmatch(text):
+        return 0.0
+    try:
+        seconds = parse_duration(text.removeprefix("-"))
+    except ValueError:
+        raise ValueError(
+            f'{str(value)[:50]!r} is not a time: use seconds, a text such as "10m" or "1h30m", 0, or -1 for '
+            "ever"
+        ) from None
+    return math.inf if text.startswith("-") else seconds
 
 
 ENV_PREFIX = "MIXEDKV_"
 IN_MEMORY = "sqlite:"
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repeat_penalty")  # that an operator may set
-_TEMP = {"temperature": "temp"}  # llama-server's word
-
+_DRAFTERS = ("", "off", "prompt-lookup", "mtp")
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9_.~-]+)+")
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#]+")
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#]+")
+_HOST = re.compile(r"[^/:\s*]+")
+
+
+def parse_reuse(text: str) -> tuple[Reuse, dict[str, Any]]:
+    """Return which KV may be reused, and options of passages: of "chunks:repair=query,ratio=0.15".
+
+    Raises:
+        ValueError: it is unknown, or an option is out of range.
+    """
+    kind, colon, options = text.partition(":")
+    if kind not in get_args(Reuse) or (colon and kind != "chunks"):
+        raise ValueError("use exact, prefix, chunks, or chunks:repair=query,ratio=0.15")
+    return cast(Reuse, kind), parse_chunks(options)
+
+
+def parse_sampling(text: str) -> dict[str, Any]:
+    """Return settings of sampling by name: of "temperature=0.7,top_k=40".
+
+    Raises:
+        ValueError: one is unknown or out of range.
+    """
+    given = {name.strip(): value for name, _, value in (part.partition("=") for part in text.split(","))}
+    try:
+        return SamplingFields.model_validate(given).model_dump(exclude_none=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{first['loc'][0]}: {in_words(first['msg'], of_option=True)}") from None
+
+
+def _check_drafter(text: str) -> None:
+    if text not in _DRAFTERS and not text.endswith(".gguf") and not Path(text).is_file():
+        raise ValueError("use off, prompt-lookup, mtp, or the GGUF file of a smaller model")
 
 
 class ServerSettings(DoorSettings):
@@ -70,21 +97,21 @@ class ServerSettings(DoorSettings):
         "stream_layers": parse_layers,
         "memory": parse_size,
         "keep_alive": parse_keep_alive,
-        "chunks": parse_chunks,
+        "reuse": parse_reuse,
+        "sampling": parse_sampling,
+        "speculation": _check_drafter,
     }
     GROUPS: ClassVar[Mapping[str, str]] = {
-        "models": "model model_name model_n_ctx lora mmproj keep_alive max_loaded chat_format chat_template",
-        "cache": "kv n_ctx swa_full parallel idle_prefixes max_checkpoint_gb overflow",
+        "models": "model model_name model_n_ctx lora mmproj keep_alive max_loaded chat_format",
+        "cache": "kv n_ctx swa_full parallel idle_prefixes overflow",
         "machine": "threads threads_batch n_batch n_ubatch n_gpu_layers stream_layers memory",
-        "reuse of KV": "reuse chunks store store_key_file store_remote recheck max_kv_size_gb max_ram_gb "
-        "eviction max_age warm warm_text",
-        "drafts": "speculation draft_model n_rs_seq",
-        "answers": "temp top_k top_p min_p repeat_penalty seed strict embeddings embedding_n_ctx",
-        "network": "host port root_path tls_cert tls_key cors_origin allowed_host",
-        "keys and sessions": "api_key_file api_key metrics_key_file allow_no_keys metadata_url max_sessions "
-        "max_sessions_mb",
+        "reuse of KV": "reuse store store_key_file store_remote recheck max_kv_size_gb max_ram_gb eviction "
+        "max_age warm",
+        "answers": "sampling speculation n_rs_seq strict embeddings embedding_n_ctx",
+        "network": "host port root_path tls_cert tls_key allow",
+        "keys and sessions": "api_key_file api_key metrics_key_file allow_no_keys metadata_url",
         "limits": "max_queue request_timeout read_timeout drain_timeout max_body_mb max_connections",
-        "operation": "kv_events kv_events_topic restart_when_stuck access_log verbose",
+        "operation": "kv_events restart_when_stuck access_log verbose",
     }
     IDLE: ClassVar[str] = "idle_prefixes"
 
@@ -115,8 +142,9 @@ class ServerSettings(DoorSettings):
         0,
         10_000,
     )
-    chat_format: str = option("", "llama-cpp-python's chat format, for a model without a template", "NAME")
-    chat_template: str = option("", "Jinja chat template in place of the model's own", "FILE")
+    chat_format: str = option(
+        "", "llama-cpp-python's chat format, or a file with a Jinja template, in place of the model's", "NAME"
+    )
     n_ctx: int = option(
         0,
         "tokens of the cache, shared by all sequences (default, as with --fit: as many as fit into the "
@@ -153,30 +181,19 @@ class ServerSettings(DoorSettings):
     memory: str = option(
         "", "memory that this process may take, e.g. 6GiB; layers that do not fit are streamed", SIZE
     )
-    max_checkpoint_gb: Gigabytes = option(
-        1.0, "most memory for checkpoints, in 10^9 bytes or as 2GiB", SIZE, 0, 1e6
-    )
-    reuse: Reuse = option(
+    reuse: str = option(
         "exact",
         "which KV may be reused. exact: only KV that equals an evaluation from the start; prefix: also KV "
-        "whose F16 window has aged out; chunks: also passages from other prompts, repaired",
+        "whose F16 window has aged out; chunks: also passages from other prompts, repaired, with options as "
+        "chunks:repair=query,ratio=0.15,overlap_k=4,chunk_size=64,boundary_window=16,max_kld=0.25,check=0.01",
         "HOW",
     )
-    chunks: str = option(
-        "",
-        "with --reuse chunks, how passages are found and repaired: repair=query, ratio=0.15, overlap_k=4, "
-        "chunk_size=64, boundary_window=16, max_kld=0.25, check=0.01",
-        "NAME=X,...",
-    )
-    speculation: Literal["", "off", "prompt-lookup", "draft-model", "mtp"] = option(
+    speculation: str = option(
         "",
         "how to draft tokens, so that a step evaluates several tokens of an answer. prompt-lookup: text "
-        "that repeats itself; draft-model: that, and a smaller model; mtp: that, and the model's own "
-        "prediction layers (default: draft-model if there is one, else off)",
+        "that repeats itself; mtp: that, and the model's own prediction layers; a GGUF file: that, and a "
+        "smaller model with the same vocabulary (default: off)",
         "HOW",
-    )
-    draft_model: str = option(
-        "", "GGUF file of a smaller model with the same vocabulary, which drafts tokens", "FILE"
     )
     n_rs_seq: int = option(
         0,
@@ -186,19 +203,12 @@ class ServerSettings(DoorSettings):
         0,
         MAX_SNAPSHOTS,
     )
-    temp: float | None = option(
-        None,
-        "temperature for requests that set none (default: the model's, else llama-server's)",
-        "T",
-        *RANGES["temperature"],
+    sampling: str = option(
+        "",
+        "sampling of requests that do not set it: temperature=0.7,top_k=40,seed=1 (default: what the model's "
+        "file recommends, else llama-server's)",
+        "NAME=X,...",
     )
-    top_k: int | None = option(None, "top_k for requests that set none; 0 is all", "K", *RANGES["top_k"])
-    top_p: float | None = option(None, "top_p for requests that set none", "P", *RANGES["top_p"])
-    min_p: float | None = option(None, "min_p for requests that set none", "P", *RANGES["min_p"])
-    repeat_penalty: float | None = option(
-        None, "repeat_penalty for requests that set none", "X", *RANGES["repeat_penalty"]
-    )
-    seed: int | None = option(None, "seed for requests that set none (default: random)", "N", *RANGES["seed"])
     overflow: Overflow = option(
         "refuse",
         "refuse: reject prompts that do not fit the context, and end answers there; slide: drop the middle",
@@ -224,13 +234,11 @@ class ServerSettings(DoorSettings):
     metrics_key_file: str = option(
         "", "file with a key that /metrics then asks for; its numbers are by tenant", "FILE"
     )
-    cors_origin: Several = option(
+    allow: Several = option(
         (),
-        "origin of web pages that may call this server: https://chat.example.org, * for all; repeat for more",
-        "URL",
-    )
-    allowed_host: Several = option(
-        (), "host name to accept besides localhost, on a server without keys; repeat for more", "NAME"
+        "site whose web pages may call this server (https://chat.example.org, * for all), or a name of the "
+        "server besides localhost, where it has no keys; repeat for more",
+        "SITE|HOST",
     )
     strict: bool = option(
         False, "refuse unknown fields, and other names than the model's where one is served"
@@ -253,18 +261,16 @@ class ServerSettings(DoorSettings):
         "or what saves least time for its size (gdsf)",
     )
     kv_events: str = option(
-        "", "ZeroMQ address that tells routers what the context holds, as vLLM does: tcp://HOST:PORT", "URL"
+        "",
+        "ZeroMQ address that tells routers what the context holds, as vLLM does, and the topic of its "
+        "messages, in which {model} is a model's name: tcp://HOST:PORT#TOPIC",
+        "URL",
     )
-    kv_events_topic: str = option("", "topic of these messages; {model} in it is a model's name", "NAME")
     metadata_url: str = option(
         "",
         "database of sessions: redis://..., sqlite:PATH, or sqlite: for memory (default: "
         "sessions.sqlite3 in the store, else memory)",
         "URL",
-    )
-    max_sessions: int = option(1000, "most sessions a tenant may have", "N", 0, 1_000_000)
-    max_sessions_mb: Megabytes = option(
-        100.0, "largest size of a tenant's session records, in 10^6 bytes or as 64MiB", SIZE, 0, 1e6
     )
     request_timeout: float = option(600.0, "seconds after which a request is given up", "S", 0.01, 1e6)
     read_timeout: float = option(
@@ -273,11 +279,6 @@ class ServerSettings(DoorSettings):
     max_body_mb: Megabytes = option(8.0, "largest request body, in 10^6 bytes or as 8MiB", SIZE, 0.001, 1024)
     max_connections: int = option(
         1024, "most connections at a time; while all are busy, others get 503", "N", 1, 1_000_000
-    )
-    warm_text: Several = option(
-        (),
-        "text to evaluate at the start, so that prompts that begin with it are quick; without keys only",
-        "TEXT",
     )
     warm: str = option("", "file of JSON lines with prompts (or messages) to evaluate at the start", "FILE")
     restart_when_stuck: bool = option(
@@ -288,20 +289,15 @@ class ServerSettings(DoorSettings):
     access_log: bool = option(False, "log a line for each answer: id, route, status, bytes, seconds")
     verbose: bool = option(False, "show llama.cpp's log")
 
-    @field_validator("cors_origin")
+    @field_validator("allow")
     @classmethod
-    def _are_origins(cls, origins: tuple[str, ...]) -> tuple[str, ...]:
-        for origin in origins:
-            if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ValueError("give scheme and host, and a port if it has one: https://chat.example.org")
-        return origins
-
-    @field_validator("allowed_host")
-    @classmethod
-    def _are_hosts(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
-        if any("/" in host for host in hosts):
-            raise ValueError("give the host's name alone: host.docker.internal")
-        return hosts
+    def _are_sites_or_hosts(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(_ORIGIN.fullmatch(name) or _HOST.fullmatch(name) for name in names):
+            raise ValueError(
+                "give a site with its scheme, and its port if it has one: https://chat.example.org; or the "
+                "name of a host alone: host.docker.internal"
+            )
+        return names
 
     @field_validator("root_path")
     @classmethod
@@ -316,24 +312,37 @@ class ServerSettings(DoorSettings):
             raise ValueError("api_key and api_key_file: give one; a file may have many keys")
         if self.tls_cert and self.unix_socket:
             raise ValueError("tls_cert and host: a Unix socket needs no TLS: leave one out")
-        if self.speculation == "draft-model" and not self.draft_model:
-            raise ValueError("speculation=draft-model needs a draft model: give draft_model too")
-        if self.speculation == "mtp" and self.draft_model:
-            raise ValueError("speculation=mtp needs no draft model: leave draft_model out")
         if self.speculation == "mtp" and (self.stream_layers or self.memory):
             raise ValueError("speculation=mtp and stream_layers or memory: leave one out")
-        if self.chat_format and self.chat_template:
-            raise ValueError("chat_format and chat_template both say how chats are written: give one")
         if self.store_key_file and not (self.store or self.store_remote):
             raise ValueError(
                 "store_key_file: there is nothing to encrypt, give store_remote or a folder for the store too"
             )
         return self
 
-    def sampling(self) -> dict[str, Any]:
-        """Return the fields of `Sampling` that were given."""
-        given = {name: getattr(self, _TEMP.get(name, name)) for name in SAMPLING}
-        return {name: value for name, value in given.items() if value is not None}
+    @property
+    def default_sampling(self) -> dict[str, Any]:
+        """Fields of `Sampling` for requests that do not set them."""
+        return parse_sampling(self.sampling) if self.sampling else {}
+
+    @property
+    def reuses_chunks(self) -> bool:
+        return self.reuse.startswith("chunks")
+
+    @property
+    def draft_model(self) -> str:
+        """File of the smaller model that drafts, "" if there is none."""
+        return "" if self.speculation in _DRAFTERS else self.speculation
+
+    @property
+    def origins(self) -> list[str]:
+        """Sites whose pages may call this server."""
+        return [name for name in self.allow if _ORIGIN.fullmatch(name)]
+
+    @property
+    def hosts(self) -> list[str]:
+        """Names of the server besides localhost."""
+        return [name for name in self.allow if not _ORIGIN.fullmatch(name)]
 
     @property
     def unix_socket(self) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from starlette.requests import Request
@@ -14,21 +16,20 @@ from starlette.responses import JSONResponse, Response
 from mixedkv import __version__
 from mixedkv.doors.keys import Keys, MetricsKey
 from mixedkv.doors.metrics import Metrics
+from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.engine import Engine
-from mixedkv.errors import QueueFullError
+from mixedkv.errors import ClosedError, QueueFullError
 from mixedkv.images.projector import Projector
 from mixedkv.server.api_error import ApiError, bad_request, from_engine, no_key
 from mixedkv.server.described import Described
 from mixedkv.server.http.body_limit import DEADLINE, TENANT
 from mixedkv.server.pending import Delivery
 from mixedkv.server.pools import LARGE, Pools
-from mixedkv.server.session_kv import SessionKV
-from mixedkv.server.settings import ServerSettings
 from mixedkv.server.watchdog import Watchdog
 from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager
-from mixedkv.sessions.metadata import Quota
 from mixedkv.store import KVStore
+from mixedkv.store.results import MessageInfo
 
 _FINGERPRINT = f"mixedkv-{__version__}"
 _T = TypeVar("_T")
@@ -39,7 +40,7 @@ class ServerState(Described):
     """One model of a running server with what all share, by default the model; the others are adapters on it.
 
     Args:
-        store: store that keeps its KV.
+        store: store that keeps its KV; `connector`: between it and the engine, once that runs.
         others: the adapters by name; only in the model's state.
 
     Attributes:
@@ -54,11 +55,12 @@ class ServerState(Described):
     pools: Pools
     watchdog: Watchdog
     store: KVStore | None = None
+    connector: StoreConnector | None = None
     metrics_key: MetricsKey | None = None
     ready: bool = False
     engine: Engine = field(init=False, repr=False)
     embedder: Embedder | None = field(init=False, repr=False)
-    projector: Projector | None = field(init=False, repr=False)
+    projector: Projector | None = field(default=None, repr=False)
     others: dict[str, ServerState] = field(default_factory=dict)
 
     @property
@@ -93,13 +95,50 @@ class ServerState(Described):
         sparse = getattr(self.engine.llm.kv.config, "sparse", "")
         return f"{_FINGERPRINT}-sparse-{sparse}" if sparse else _FINGERPRINT
 
-    def session_quota(self, owner: str) -> Quota:
-        return session_quota(self.settings, self.keys, owner)
+
+class SessionKV:
+    """Removes a session's KV for `ContextCacheManager`: its rows in the contexts of all models, and its KV in
+    their stores.
+
+    Attributes:
+        models: those that are loaded.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[ServerState] = []
+
+    @property
+    def _stores(self) -> list[KVStore]:
+        return [each.store for each in self.models if each.store is not None]
+
+    def messages(self, tenant: str, message_id: str | None) -> list[MessageInfo]:
+        """Return the entries that a tenant's messages, or one of them, end in. Models may share a folder."""
+        found = [info for store in self._stores for info in store.messages.entries(tenant, message_id)]
+        return list({(info.message_id, info.entry): info for info in found}.values())
+
+    def remove_message(self, tenant: str, message_id: str) -> int:
+        """Remove a message's KV; return how many entries."""
+        return sum(_remove_message(each, tenant, message_id) for each in self.models)
+
+    def remove(self, entry: str | None = None, *, session: str | None = None, tenant: str = "") -> int:
+        if session is not None:
+            for each in (each for each in self.models if each.engine.alive):
+                with suppress(ClosedError):  # it is being closed
+                    each.engine.call(partial(each.engine.pool.forget, tenant, session)).result()
+        return sum(store.remove(entry, session=session, tenant=tenant) for store in self._stores)
+
+    def remove_orphans(self, living: Iterable[tuple[str, str]], before: float) -> int:
+        known = list(living)
+        return sum(store.remove_orphans(known, before) for store in self._stores)
 
 
-def session_quota(settings: ServerSettings, keys: Keys, owner: str) -> Quota:
-    """Return the limits of a tenant's sessions."""
-    return keys.session_quota(owner, Quota(settings.max_sessions, int(settings.max_sessions_mb * 1e6)))
+def _remove_message(model: ServerState, tenant: str, message_id: str) -> int:
+    if model.store is None:
+        return 0
+    with suppress(ClosedError):
+        if model.connector is not None:
+            return model.connector.forget_message(tenant, message_id)
+    return model.store.messages.remove(message_id, tenant)
 
 
 def server_state(request: Request) -> ServerState:

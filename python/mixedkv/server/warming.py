@@ -13,7 +13,6 @@ from mixedkv.engine.answer import Answer
 from mixedkv.server.api.context import warm_job
 from mixedkv.server.api.schemas import WarmRequest
 from mixedkv.server.api_error import ApiError
-from mixedkv.server.settings import ServerSettings
 from mixedkv.server.state import ServerState
 from mixedkv.sessions.records import explain
 
@@ -22,18 +21,6 @@ class WarmLine(WarmRequest):
     """A line of a warm file: a body of /v1/warm and its tenant."""
 
     tenant: str = ""
-
-
-def warm_lines(settings: ServerSettings, keys: Keys) -> list[WarmLine]:
-    """Return the prompts to evaluate at the start.
-
-    Raises:
-        ValueError: one is wrong; the message says where it stands.
-    """
-    if settings.warm_text and keys:
-        raise ValueError("warm_text: with keys a prompt has a tenant: use warm=FILE, whose lines name it")
-    lines = read_warm_file(settings.warm, keys) if settings.warm else []
-    return lines + [WarmLine.model_validate({"prompt": text}) for text in settings.warm_text]
 
 
 def write_warm_file(path: Path, lines: Sequence[WarmLine]) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol
 
 from mixedkv.ids import check_id, check_tenant, new_id
@@ -153,19 +153,15 @@ class ContextCacheManager:
         self, session_id: str, ttl: int | None = None, *, tenant: str = ""
     ) -> CacheSessionMetadata | ErrorResponse:
         """Keep a session for `ttl` seconds from now on; None for its previous time."""
-        key = _key(session_id, tenant)
         new_ttl = None if ttl is None else self._check_ttl(ttl)
-        for _ in range(_ATTEMPTS):
-            found = await self._find(key)
-            if found is None:
-                return _not_found(session_id)
-            record, metadata = found
-            seconds = metadata.ttl if new_ttl is None else new_ttl
-            renewed = _changed(metadata, ttl=seconds, expires_at=self._clock() + seconds)
-            outcome = await self._metadata.replace(key, record, self._codec.dump(renewed), renewed.expires_at)
-            if outcome == "done":
-                return renewed
-        return _changed_meanwhile(session_id)
+
+        async def renew(key: Key, record: bytes, session: CacheSessionMetadata) -> Any:
+            seconds = session.ttl if new_ttl is None else new_ttl
+            renewed = _changed(session, ttl=seconds, expires_at=self._clock() + seconds)
+            outcome = await self._metadata.put(key, self._codec.dump(renewed), renewed.expires_at, old=record)
+            return renewed if outcome == "done" else None
+
+        return await self._retried(session_id, tenant, renew)  # type: ignore[no-any-return]
 
     async def update_session_cache(
         self, metadata: CacheSessionMetadata, **changes: Any
@@ -179,24 +175,22 @@ class ContextCacheManager:
             raise ValueError(
                 f"{', '.join(sorted(unknown))} cannot be changed: only n_tokens, prompt and messages"
             )
-        key, quota = _key(metadata.session_id, metadata.tenant), self._quota(metadata.tenant)
+        quota = self._quota(metadata.tenant)
         _changed(metadata, **changes)  # bad ones are refused first
-        for _ in range(_ATTEMPTS):
-            found = await self._find(key)
-            if found is None:
-                return _not_found(metadata.session_id)
-            record, current = found
-            if (current.kv_cache_ref, current.version) != (metadata.kv_cache_ref, metadata.version):
-                break
-            updated = _changed(current, **changes, version=current.version + 1)
-            outcome = await self._metadata.replace(
-                key, record, self._codec.dump(updated), updated.expires_at, now=self._clock(), quota=quota
+
+        async def update(key: Key, record: bytes, session: CacheSessionMetadata) -> Any:
+            if (session.kv_cache_ref, session.version) != (metadata.kv_cache_ref, metadata.version):
+                return _changed_meanwhile(session.session_id)
+            updated = _changed(session, **changes, version=session.version + 1)
+            data = self._codec.dump(updated)
+            outcome = await self._metadata.put(
+                key, data, updated.expires_at, old=record, now=self._clock(), quota=quota
             )
             if outcome == "full":
                 return await self._over_quota(key.tenant)
-            if outcome == "done":
-                return updated
-        return _changed_meanwhile(metadata.session_id)
+            return updated if outcome == "done" else None
+
+        return await self._retried(metadata.session_id, metadata.tenant, update)  # type: ignore[no-any-return]
 
     async def list_sessions(self, tenant: str = "", *, after: str = "", limit: int = 20) -> list[Listed]:
         """Return the living sessions of a tenant in the order of their ids, from the one after `after` on."""
@@ -219,14 +213,12 @@ class ContextCacheManager:
         self, session_id: str, *, tenant: str = ""
     ) -> DeleteCacheResponse | ErrorResponse:
         """Forget a session: its KV with the key that reads it, then what is known of it."""
-        key = _key(session_id, tenant)
-        for _ in range(_ATTEMPTS):
-            found = await self._find(key)
-            if found is None:
-                return _not_found(session_id)
-            if await self._purge(key, *found):
-                return DeleteCacheResponse(session_id=session_id)
-        return _changed_meanwhile(session_id)
+
+        async def purge(key: Key, record: bytes, session: CacheSessionMetadata) -> Any:
+            purged = await self._purge(key, record, session)
+            return DeleteCacheResponse(session_id=session_id) if purged else None
+
+        return await self._retried(session_id, tenant, purge)  # type: ignore[no-any-return]
 
     async def sweep(self) -> int:
         """Remove expired sessions with their KV and return how many. `start` does this periodically.
@@ -302,7 +294,7 @@ class ContextCacheManager:
         """Add a session; an expired one of that name is removed first."""
         quota = self._quota(key.tenant)
         for _ in range(_ATTEMPTS):
-            outcome = await self._metadata.add(
+            outcome = await self._metadata.put(
                 key, self._codec.dump(metadata), metadata.expires_at, now=self._clock(), quota=quota
             )
             if outcome != "conflict":
@@ -315,6 +307,19 @@ class ContextCacheManager:
                 return "conflict"
             await self._purge(key, record, old)
         return "conflict"
+
+    async def _retried(self, session_id: str, tenant: str, change: Callable[..., Awaitable[Any]]) -> Any:
+        """Change a session, given its key, its record and what that says, again where `change` returns None
+        since another writer was faster.
+        """
+        key = _key(session_id, tenant)
+        for _ in range(_ATTEMPTS):
+            found = await self._find(key)
+            if found is None:
+                return _not_found(session_id)
+            if (answer := await change(key, *found)) is not None:
+                return answer
+        return _changed_meanwhile(session_id)
 
     async def _over_quota(self, tenant: str, held: Held | None = None) -> ErrorResponse:
         held, quota = held or await self.held(tenant), self._quota(tenant)

@@ -33,6 +33,9 @@ class Held(NamedTuple):
     sessions: int
     nbytes: int
 
+    def within(self, quota: Quota) -> bool:
+        return self.sessions <= quota.sessions and self.nbytes <= quota.nbytes
+
 
 class Listed(NamedTuple):
     """A session, without what is in it."""
@@ -47,25 +50,22 @@ class MetadataStore(Protocol):
     expired by then count.
     """
 
-    async def add(
-        self, key: Key, record: bytes, expires_at: float, *, now: float = 0.0, quota: Quota | None = None
-    ) -> Outcome:
-        """File a record; "conflict" if there is one, expired or not."""
-
-    async def get(self, key: Key) -> bytes | None:
-        """Return the record, expired or not."""
-
-    async def replace(
+    async def put(
         self,
         key: Key,
-        old: bytes,
-        new: bytes,
+        record: bytes,
         expires_at: float,
         *,
+        old: bytes | None = None,
         now: float = 0.0,
         quota: Quota | None = None,
     ) -> Outcome:
-        """Put `new` in the place of `old`; "conflict" if the record is another one by now, or gone."""
+        """File a record in the place of `old`, None for none; "conflict" if there is another, expired or
+        not.
+        """
+
+    async def get(self, key: Key) -> bytes | None:
+        """Return the record, expired or not."""
 
     async def remove(self, key: Key, old: bytes) -> bool:
         """Remove `old`; False if the record is another one by now, or gone."""
@@ -87,5 +87,5 @@ class MetadataStore(Protocol):
 
 
 def beside(store: str | Path) -> Path:
-    """Return the URL where the sessions of a store are written down unless another place is named."""
+    """Return the file in which the sessions of a store are written down unless another place is named."""
     return Path(store).absolute() / BESIDE_STORE

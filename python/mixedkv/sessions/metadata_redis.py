@@ -33,15 +33,14 @@ local function fits(record, prefix, now, sessions, nbytes)
     return n + 1 <= tonumber(sessions) and total + #record <= tonumber(nbytes)
 end
 """
-_PUT = """
+_PUT = f"""{_FITS}
+if redis.call('GET', KEYS[1]) ~= (ARGV[8] ~= '' and ARGV[8]) then return 0 end
 if not fits(ARGV[2], ARGV[4], ARGV[5], ARGV[6], ARGV[7]) then return 2 end
 redis.call('SET', KEYS[1], ARGV[2])
 redis.call('ZADD', KEYS[2], ARGV[3], ARGV[1])
 redis.call('ZADD', KEYS[3], ARGV[3], ARGV[1])
 return 1
 """
-_ADD = f"{_FITS} if redis.call('EXISTS', KEYS[1]) == 1 then return 0 end {_PUT}"
-_REPLACE = f"{_FITS} if redis.call('GET', KEYS[1]) ~= ARGV[8] then return 0 end {_PUT}"
 _REMOVE = """
 if redis.call('GET', KEYS[1]) ~= ARGV[2] then return 0 end
 redis.call('DEL', KEYS[1])
@@ -66,45 +65,36 @@ class RedisMetadata:
         self._prefix = prefix
         self._expiry = f"{prefix}:expiry"
 
-    async def add(
-        self, key: Key, record: bytes, expires_at: float, *, now: float = 0.0, quota: Quota | None = None
+    async def put(
+        self,
+        key: Key,
+        record: bytes,
+        expires_at: float,
+        *,
+        old: bytes | None = None,
+        now: float = 0.0,
+        quota: Quota | None = None,
     ) -> Outcome:
-        return _OUTCOMES[await self._run(_ADD, key, *self._put(record, expires_at, now, quota))]
+        bounds = ("", "") if quota is None else (str(quota.sessions), str(quota.nbytes))
+        values = (record, repr(expires_at), self._name(""), repr(now), *bounds, old or b"")
+        return _OUTCOMES[await self._run(_PUT, key, *values)]
 
     async def get(self, key: Key) -> bytes | None:
         record: bytes | None = await _answer(self._redis.get(self._name(_member(key))))
         return record
 
-    async def replace(
-        self,
-        key: Key,
-        old: bytes,
-        new: bytes,
-        expires_at: float,
-        *,
-        now: float = 0.0,
-        quota: Quota | None = None,
-    ) -> Outcome:
-        return _OUTCOMES[await self._run(_REPLACE, key, *self._put(new, expires_at, now, quota), old)]
-
     async def remove(self, key: Key, old: bytes) -> bool:
         return bool(await self._run(_REMOVE, key, old))
 
     async def expired(self, now: float, limit: int) -> list[tuple[Key, bytes]]:
-        members = await _answer(
-            self._redis.zrange(self._expiry, "-inf", repr(now), byscore=True, offset=0, num=limit)
-        )
-        if not members:
+        range_ = self._redis.zrange(self._expiry, "-inf", repr(now), byscore=True, offset=0, num=limit)
+        if not (members := await _answer(range_)):
             return []
         records = await _answer(self._redis.mget([self._name(member.decode()) for member in members]))
-        gone = [member for member, record in zip(members, records, strict=True) if record is None]
-        if gone:  # evicted by the server
+        found = dict(zip(members, records, strict=True))
+        if gone := [member for member, record in found.items() if record is None]:  # evicted by the server
             await _answer(self._redis.zrem(self._expiry, *gone))
-        return [
-            (_key(member.decode()), record)
-            for member, record in zip(members, records, strict=True)
-            if record is not None
-        ]
+        return [(_key(member.decode()), record) for member, record in found.items() if record is not None]
 
     async def keys(self) -> list[Key]:
         return [_key(member.decode()) for member in await _answer(self._redis.zrange(self._expiry, 0, -1))]
@@ -145,12 +135,6 @@ class RedisMetadata:
                 pipeline.strlen(self._name(member))
             sizes += await _answer(pipeline.execute())
         return dict(zip(members, sizes, strict=True))
-
-    def _put(
-        self, record: bytes, expires_at: float, now: float, quota: Quota | None
-    ) -> tuple[bytes | str, ...]:
-        bounds = ("", "") if quota is None else (str(quota.sessions), str(quota.nbytes))
-        return (record, repr(expires_at), self._name(""), repr(now), *bounds)
 
     async def _run(self, script: str, key: Key, *values: bytes | str) -> int:
         member = _member(key)

@@ -51,39 +51,30 @@ class SQLiteMetadata:
         self._file = (0, 0)
         self._db: sqlite3.Connection | None = self._open_or_begin_anew()
 
-    async def add(
-        self, key: Key, record: bytes, expires_at: float, *, now: float = 0.0, quota: Quota | None = None
+    async def put(
+        self,
+        key: Key,
+        record: bytes,
+        expires_at: float,
+        *,
+        old: bytes | None = None,
+        now: float = 0.0,
+        quota: Quota | None = None,
     ) -> Outcome:
-        sql = (
-            "INSERT INTO sessions (tenant, session_id, expires_at, record) VALUES (?, ?, ?, ?) "
-            "ON CONFLICT DO NOTHING"
-        )
-        return await self._put(sql, (*key, expires_at, record), key.tenant, now, quota)
+        values = (expires_at, record, *key)
+        if old is None:
+            sql = "INSERT INTO sessions (expires_at, record, tenant, session_id) VALUES (?, ?, ?, ?)"
+            return await self._put(f"{sql} ON CONFLICT DO NOTHING", values, key.tenant, now, quota)
+        sql = "UPDATE sessions SET expires_at = ?, record = ? WHERE tenant = ? AND session_id = ?"
+        return await self._put(f"{sql} AND record = ?", (*values, old), key.tenant, now, quota)
 
     async def get(self, key: Key) -> bytes | None:
         rows = await self._rows("SELECT record FROM sessions WHERE tenant = ? AND session_id = ?", key)
         return rows[0][0] if rows else None
 
-    async def replace(
-        self,
-        key: Key,
-        old: bytes,
-        new: bytes,
-        expires_at: float,
-        *,
-        now: float = 0.0,
-        quota: Quota | None = None,
-    ) -> Outcome:
-        sql = (
-            "UPDATE sessions SET record = ?, expires_at = ? "
-            "WHERE tenant = ? AND session_id = ? AND record = ?"
-        )
-        return await self._put(sql, (new, expires_at, *key, old), key.tenant, now, quota)
-
     async def remove(self, key: Key, old: bytes) -> bool:
-        return await self._changed(
-            "DELETE FROM sessions WHERE tenant = ? AND session_id = ? AND record = ?", (*key, old)
-        )
+        sql = "DELETE FROM sessions WHERE tenant = ? AND session_id = ? AND record = ?"
+        return await asyncio.to_thread(self._locked, lambda db: db.execute(sql, (*key, old)).rowcount == 1)
 
     async def expired(self, now: float, limit: int) -> list[tuple[Key, bytes]]:
         rows = await self._rows(
@@ -149,12 +140,8 @@ class SQLiteMetadata:
             return file.read(len(_MAGIC)) == _MAGIC or Path(self._path).name == BESIDE_STORE
 
     def _set_aside(self, error: Exception) -> None:
-        _LOG.warning(
-            "%s is damaged (%s): it is now %s.damaged, and there are no sessions",
-            self._path,
-            error,
-            self._path,
-        )
+        text = "%s is damaged (%s): it is now %s.damaged, and there are no sessions"
+        _LOG.warning(text, self._path, error, self._path)
         os.replace(self._path, f"{self._path}.damaged")
         for suffix in ("-wal", "-shm"):
             Path(f"{self._path}{suffix}").unlink(missing_ok=True)
@@ -167,16 +154,13 @@ class SQLiteMetadata:
             outcome: Outcome = "conflict"
             try:
                 if db.execute(sql, values).rowcount == 1:
-                    held = _held(db, now, tenant) if quota is not None else None
-                    outcome = "done" if held is None or _fits(held, quota) else "full"
+                    fits = quota is None or _held(db, now, tenant).within(quota)
+                    outcome = "done" if fits else "full"
             finally:
                 db.execute("COMMIT" if outcome == "done" else "ROLLBACK")
             return outcome
 
         return await asyncio.to_thread(self._locked, put)
-
-    async def _changed(self, sql: str, values: tuple[Any, ...]) -> bool:
-        return await asyncio.to_thread(self._locked, lambda db: db.execute(sql, values).rowcount == 1)
 
     async def _rows(self, sql: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         return await asyncio.to_thread(self._locked, lambda db: db.execute(sql, values).fetchall())
@@ -217,10 +201,6 @@ def _held(db: sqlite3.Connection, now: float, tenant: str | None) -> Held:
     one = " AND tenant = ?" if tenant is not None else ""
     query = f"SELECT COUNT(*), COALESCE(SUM(LENGTH(record)), 0) FROM sessions WHERE expires_at > ?{one}"
     return Held(*db.execute(query, (now, tenant) if tenant is not None else (now,)).fetchone())
-
-
-def _fits(held: Held, quota: Quota | None) -> bool:
-    return quota is None or (held.sessions <= quota.sessions and held.nbytes <= quota.nbytes)
 
 
 def prepare(db: sqlite3.Connection, path: str, version: int, tables: str) -> None:
@@ -269,7 +249,7 @@ async def _reseal(path: Path, old: RecordCodec, new: RecordCodec) -> int:
                 session = None if record is None else old.load(key, record)
                 if record is None or session is None:
                     break
-                if await metadata.replace(key, record, new.dump(session), session.expires_at) == "done":
+                if await metadata.put(key, new.dump(session), session.expires_at, old=record) == "done":
                     n += 1
                     break
         await metadata.forget()

@@ -15,7 +15,7 @@ from mixedkv.ids import check_id, check_session_id
 DEFAULT_TTL = 3600
 MAX_TTL = 365 * 24 * 3600
 MAX_MESSAGES = 100_000
-_MAX_FIELDS = 256  # of an object
+MAX_FIELDS = 256  # of an object
 MAX_CHARACTERS = 16 * 1024 * 1024
 
 SessionId = Annotated[str, AfterValidator(lambda value: check_id("session_id", value))]
@@ -26,17 +26,18 @@ Ttl = Annotated[int, Field(ge=1, le=MAX_TTL)]
 Text = Annotated[str, Field(max_length=MAX_CHARACTERS)]
 
 
+def few(value: Any, most: int = MAX_FIELDS) -> Any:
+    """Refuse too many fields: each unknown one would give an error of its own, of a kilobyte."""
+    if isinstance(value, dict) and len(value) > most:
+        raise ValueError(f"it has {len(value)} fields, at most {most} are taken: leave some out")
+    return value
+
+
 class _Model(BaseModel):
     # hide_input: an error message never repeats a prompt
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _has_few_fields(cls, value: Any) -> Any:
-        """Refuse too many fields: each unknown one would give an error of its own, of a kilobyte."""
-        if isinstance(value, dict) and len(value) > _MAX_FIELDS:
-            raise ValueError(f"it has {len(value)} fields, at most {_MAX_FIELDS} are taken: leave some out")
-        return value
+    _few_fields = model_validator(mode="before")(few)
 
 
 class ContextMessage(_Model):

@@ -21,7 +21,7 @@ from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.hosts import is_local
 from mixedkv.prompts.prompt_lookup import PromptLookup
 from mixedkv.split import split_pb2 as pb
-from mixedkv.split import split_pb2_grpc, wire
+from mixedkv.split import wire
 from mixedkv.split.head import Floats, Head
 from mixedkv.split.parts import VERSION
 from mixedkv.split.session_key import session_name, wrap
@@ -117,7 +117,7 @@ class SplitClient:
         else:
             self._channel = grpc.secure_channel(address, credentials, options)
         self.metadata = (("authorization", f"Bearer {key}"),) if key else ()
-        self.stub: Any = split_pb2_grpc.SplitStub(self._channel)
+        self.stub: Any = wire.Stub(self._channel)
         try:
             found = self.describe()
             self.n_ctx = int(found.n_ctx)

@@ -21,15 +21,13 @@ from mixedkv.engine.engine import Engine
 from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.sizes import parse_duration
-from mixedkv.split import split_pb2 as pb
-from mixedkv.split import split_pb2_grpc, wire
+from mixedkv.split import wire
 from mixedkv.split.kept_sessions import KeptSessions
 from mixedkv.split.parts import BODY, ModelPart, read_part
 from mixedkv.split.service import SplitService
 from mixedkv.split.sessions import Sessions
 from mixedkv.split.split_settings import SplitSettings
 
-_NAME = pb.DESCRIPTOR.services_by_name["Split"].full_name
 _OPTIONS = [
     ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", wire.MAX_MESSAGE_BYTES),
@@ -111,23 +109,30 @@ async def start(
         step_seconds=settings.step_timeout,
         idle_seconds=settings.idle_timeout,
     )
-    split_pb2_grpc.add_SplitServicer_to_server(service, server)
+    wire.add_service(service, server)
     status = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
-    for name in ("", _NAME):
+    for name in ("", wire.SERVICE_NAME):
         await status.set(name, health_pb2.HealthCheckResponse.SERVING)
-    reflection.enable_server_reflection((_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    reflection.enable_server_reflection(
+        (wire.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+    )
+    port = _bind(server, settings, credentials)
+    await server.start()
+    return server, port
+
+
+def _bind(
+    server: grpc.aio.Server, settings: SplitSettings, credentials: grpc.ServerCredentials | None
+) -> int:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"{host}:{settings.port}"
     try:
         if credentials is None:
-            port = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, credentials)
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, credentials))
     except RuntimeError as error:
         raise OSError(f"{address} cannot be listened on: {error}") from None
-    await server.start()
-    return server, port
 
 
 async def _serve(

@@ -7,7 +7,7 @@ import logging
 from array import array
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
@@ -40,7 +40,7 @@ _STATUS = {
 
 
 class SplitService:
-    """Implements the gRPC service that `add_SplitServicer_to_server` takes.
+    """Implements the gRPC service of split.proto, for `wire.add_service`.
 
     Args:
         engine: on the body of a split model.
@@ -77,75 +77,57 @@ class SplitService:
     # --- methods of the service ---
 
     async def Describe(self, request: pb.DescribeRequest, context: _Context) -> pb.Description:  # noqa: N802
-        await self._tenant(context)
-        if request.version != VERSION:
-            await context.abort(
-                grpc.StatusCode.UNIMPLEMENTED, f"version={request.version}: this server speaks {VERSION}"
+        async with _refusing(context):
+            self._tenant(context)
+            if request.version != VERSION:
+                what = f"version={request.version}: this server speaks {VERSION}"
+                raise _RefusedError(grpc.StatusCode.UNIMPLEMENTED, what)
+            if request.pair and request.pair != self._part.pair:
+                raise ValueError(
+                    "pair: this server has the body of another model: use the head that was exported with it"
+                )
+            return pb.Description(
+                version=VERSION,
+                pair=self._part.pair,
+                width=self._part.width,
+                n_ctx=self._engine.n_ctx,
+                max_message_bytes=wire.MAX_MESSAGE_BYTES,
+                max_hidden=wire.MAX_HIDDEN,
+                max_rollback=self._max_rollback,
+                public_key=self._kept.public_key if self._kept is not None else b"",
+                can_drop=self._can_drop,
+                sinks=self._sinks,
             )
-        if request.pair and request.pair != self._part.pair:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                "pair: this server has the body of another model: use the head that was exported with it",
-            )
-        return pb.Description(
-            version=VERSION,
-            pair=self._part.pair,
-            width=self._part.width,
-            n_ctx=self._engine.n_ctx,
-            max_message_bytes=wire.MAX_MESSAGE_BYTES,
-            max_hidden=wire.MAX_HIDDEN,
-            max_rollback=self._max_rollback,
-            public_key=self._kept.public_key if self._kept is not None else b"",
-            can_drop=self._can_drop,
-            sinks=self._sinks,
-        )
 
     async def Evaluate(  # noqa: N802
         self, requests: AsyncIterator[pb.Vectors], context: _Context
     ) -> AsyncIterator[pb.Hidden]:
-        tenant = await self._tenant(context)
-        if self._streams[tenant] >= self._max_streams:
-            await context.abort(
-                grpc.StatusCode.RESOURCE_EXHAUSTED, f"there are {self._max_streams} streams already"
-            )
-        self._streams[tenant] += 1
-        try:
-            while (message := await self._next(context)) is not None:
-                yield await self._step(tenant, message)
-        except _RefusedError as refused:
-            await context.abort(refused.status, str(refused))
-        finally:
-            self._streams[tenant] -= 1
-            self._streams += Counter()  # those that are left
+        async with _refusing(context):
+            tenant = self._tenant(context)
+            with self._stream(tenant):
+                while (message := await self._next(context)) is not None:
+                    yield await self._step(tenant, message)
 
     async def Keep(self, request: pb.KeepRequest, context: _Context) -> pb.KeepReply:  # noqa: N802
-        tenant = await self._tenant(context)
-        if self._kept is None:
-            await context.abort(
-                grpc.StatusCode.UNIMPLEMENTED, "this server keeps no sessions: start it with --store"
-            )
-        assert self._kept is not None
-        session = self._sessions.get(tenant, request.session)
-        try:
-            if session is None or (request.position, request.running_hash) != (
-                len(session),
-                session.hash_at(len(session)),
-            ):
+        async with _refusing(context):
+            tenant = self._tenant(context)
+            if self._kept is None:
+                what = "this server keeps no sessions: start it with --store"
+                raise _RefusedError(grpc.StatusCode.UNIMPLEMENTED, what)
+            session = self._sessions.get(tenant, request.session)
+            if session is None or request.position != len(session) or not _stands(session, request):
                 raise RowsGoneError(f"session, position={request.position}: it does not stand there")
             with _using(session):
                 place = Place(request.position, request.running_hash, session.precision)
                 n = await asyncio.to_thread(
                     self._kept.keep, tenant, request.session, place, session, request.wrapped_key
                 )
-        except Exception as error:
-            refused = self._refusal(error)
-            await context.abort(refused.status, str(refused))
-        return pb.KeepReply(n_stored=n)
+            return pb.KeepReply(n_stored=n)
 
     async def Forget(self, request: pb.ForgetRequest, context: _Context) -> pb.ForgetReply:  # noqa: N802
-        tenant = await self._tenant(context)
-        session = self._sessions.get(tenant, request.session)
-        try:
+        async with _refusing(context):
+            tenant = self._tenant(context)
+            session = self._sessions.get(tenant, request.session)
             if session is not None:
                 with _using(session):
                     self._sessions.take(tenant, request.session)
@@ -153,20 +135,32 @@ class SplitService:
             if request.wrapped_key and self._kept is not None:
                 forget = self._kept.forget
                 await asyncio.to_thread(forget, tenant, request.session, request.wrapped_key)
-        except Exception as error:
-            refused = self._refusal(error)
-            await context.abort(refused.status, str(refused))
-        return pb.ForgetReply()
+            return pb.ForgetReply()
 
-    async def _tenant(self, context: _Context) -> str:
+    def _tenant(self, context: _Context) -> str:
         metadata = dict(context.invocation_metadata() or ())
         tenant = self._keys.tenant(str(metadata.get("authorization", "")))
         if tenant is None:
-            await context.abort(
-                grpc.StatusCode.UNAUTHENTICATED, "authorization: a valid bearer key is needed"
-            )
-        assert tenant is not None
+            what = "authorization: a valid bearer key is needed"
+            raise _RefusedError(grpc.StatusCode.UNAUTHENTICATED, what)
         return tenant
+
+    @contextmanager
+    def _stream(self, tenant: str) -> Iterator[None]:
+        """Count one more stream of a tenant.
+
+        Raises:
+            _RefusedError: it has as many as it may.
+        """
+        if self._streams[tenant] >= self._max_streams:
+            what = f"there are {self._max_streams} streams already"
+            raise _RefusedError(grpc.StatusCode.RESOURCE_EXHAUSTED, what)
+        self._streams[tenant] += 1
+        try:
+            yield
+        finally:
+            self._streams[tenant] -= 1
+            self._streams += Counter()  # those that are left
 
     # --- one message ---
 
@@ -177,21 +171,14 @@ class SplitService:
         return None if message is grpc.aio.EOF else message
 
     async def _step(self, tenant: str, message: pb.Vectors) -> pb.Hidden:
-        """Evaluate the vectors of one message.
-
-        Raises:
-            _RefusedError: with the status that the client gets.
-        """
-        try:
-            self._check(message)
-            vectors = wire.unpack(message.data, message.n, self._part.width, message.precision)
-            if message.drop_begin or message.drop_end:
-                message = await self._drop(tenant, message)
-            session, kept = await self._session(tenant, message)
-            with _using(session):
-                return await self._evaluate(tenant, message, vectors, session, kept)
-        except Exception as error:
-            raise self._refusal(error) from error
+        """Evaluate the vectors of one message."""
+        self._check(message)
+        vectors = wire.unpack(message.data, message.n, self._part.width, message.precision)
+        if message.drop_begin or message.drop_end:
+            message = await self._drop(tenant, message)
+        session, kept = await self._session(tenant, message)
+        with _using(session):
+            return await self._evaluate(tenant, message, vectors, session, kept)
 
     async def _drop(self, tenant: str, message: pb.Vectors) -> pb.Vectors:
         """Drop what a message asks for, unless the same message has come before; return the message that goes
@@ -252,17 +239,6 @@ class SplitService:
             n=message.n_hidden,
             data=wire.pack(hidden, message.precision),
         )
-
-    def _refusal(self, error: Exception) -> _RefusedError:
-        if isinstance(error, _RefusedError):
-            return error
-        if isinstance(error, RowsGoneError):
-            return _RefusedError(grpc.StatusCode.FAILED_PRECONDITION, f"{error}: {_GONE}")
-        for kind, status in _STATUS.items():
-            if isinstance(error, kind):
-                return _RefusedError(status, str(error))
-        log.warning("a step failed: %s", error)
-        return _RefusedError(grpc.StatusCode.INTERNAL, f"the step failed: {error}")
 
     def _check(self, message: pb.Vectors) -> None:
         """Refuse values that no message can have.
@@ -395,7 +371,29 @@ class _RefusedError(Exception):
         self.status = status
 
 
-def _stands(session: Session | None, message: pb.Vectors) -> bool:
+@asynccontextmanager
+async def _refusing(context: _Context) -> AsyncIterator[None]:
+    """End a call with the status of what is raised in it."""
+    try:
+        yield
+    except Exception as error:
+        refused = _refusal(error)
+        await context.abort(refused.status, str(refused))
+
+
+def _refusal(error: Exception) -> _RefusedError:
+    if isinstance(error, _RefusedError):
+        return error
+    if isinstance(error, RowsGoneError):
+        return _RefusedError(grpc.StatusCode.FAILED_PRECONDITION, f"{error}: {_GONE}")
+    for kind, status in _STATUS.items():
+        if isinstance(error, kind):
+            return _RefusedError(status, str(error))
+    log.warning("a step failed: %s", error)
+    return _RefusedError(grpc.StatusCode.INTERNAL, f"the step failed: {error}")
+
+
+def _stands(session: Session | None, message: pb.Vectors | pb.KeepRequest) -> bool:
     """Return whether a session has the tokens that a message goes on from."""
     return session is not None and message.running_hash == session.hash_at(message.position)
 

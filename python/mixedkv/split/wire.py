@@ -1,12 +1,16 @@
-"""Vectors as bytes, and the hash that client and server keep of all of a session's."""
+"""Puts on the wire: calls as split.proto has them, vectors as bytes, and the hash that client and server
+keep of all of a session's.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from typing import Any
 
+import grpc
 import numpy as np
 import numpy.typing as npt
+from google.protobuf.message_factory import GetMessageClass
 
 from mixedkv.split import split_pb2 as pb
 
@@ -18,6 +22,37 @@ SESSION_BYTES = HASH_BYTES = 16
 
 _FORMATS: dict[int, np.dtype[Any]] = {pb.F16: np.dtype("<f2"), pb.F32: np.dtype("<f4")}
 PRECISIONS: dict[str, pb.Precision] = {"f16": pb.F16, "f32": pb.F32}
+_SERVICE = pb.DESCRIPTOR.services_by_name["Split"]
+SERVICE_NAME: str = _SERVICE.full_name
+
+
+class Stub:
+    """The calls of a split server, each a method with its name in split.proto."""
+
+    def __init__(self, channel: Any) -> None:
+        for method in _SERVICE.methods:
+            asked, answer = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+            call = getattr(channel, _kind(method))
+            path = f"/{SERVICE_NAME}/{method.name}"
+            setattr(self, method.name, call(path, asked.SerializeToString, answer.FromString))
+
+
+def add_service(service: Any, server: grpc.aio.Server) -> None:
+    """Let a server answer the calls by the methods of `service` with their names."""
+    handlers = {}
+    for method in _SERVICE.methods:
+        asked, answer = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+        handle = getattr(grpc, f"{_kind(method)}_rpc_method_handler")
+        handlers[method.name] = handle(
+            getattr(service, method.name), asked.FromString, answer.SerializeToString
+        )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
+
+
+def _kind(method: Any) -> str:
+    """Return gRPC's name for a call: unary_unary, stream_stream, ..."""
+    streams = (method.client_streaming, method.server_streaming)
+    return "_".join("stream" if each else "unary" for each in streams)
 
 
 def pack(vectors: Vectors, precision: int) -> bytes:

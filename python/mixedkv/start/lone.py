@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.errors import UnsupportedModelError
-from mixedkv.kv.close_gap import check_can_shift
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.prompts.overflow import Gap, LongPrompt, Places, cut, message_starts
@@ -298,7 +297,7 @@ class LoneSequence:
                 f"the context of {self.size} tokens is full: raise n_ctx, shorten the conversation, or set "
                 f"attention_sink_tokens to drop the middle of it"
             )
-        check_can_shift(self._llm.kv)
+        self._llm.kv.check_can_shift()
         return self.sinks
 
     def _tell(self, begin: int) -> None:

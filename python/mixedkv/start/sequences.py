@@ -19,7 +19,6 @@ import numpy.typing as npt
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.checkpoint import Checkpoint, served
-from mixedkv.kv.close_gap import Movable, close_gap
 from mixedkv.kv.rows import Truth
 from mixedkv.prompts.overflow import LongPrompt
 from mixedkv.start.checkpoints import CheckpointLimits, thinned
@@ -60,11 +59,18 @@ class SequenceMatch:
 NO_MATCH = SequenceMatch(None, 0, True, 0)
 
 
-class SequenceMemory(Movable, Protocol):
+class SequenceMemory(Protocol):
     """The part of a `KVCache` that the sequence pool needs."""
 
     @property
     def used(self) -> int: ...
+
+    @property
+    def can_shift(self) -> bool: ...
+
+    def remove(self, seq: int = 0, p0: int = 0, p1: int = -1) -> None: ...
+
+    def close_gap(self, seq: int, begin: int, end: int, *, shared: npt.ArrayLike | None = None) -> None: ...
 
     def copy(self, source: int, target: int, p0: int = 0, p1: int = -1) -> None: ...
 
@@ -394,7 +400,7 @@ class SequencePool:
         """
         rest = seq.tokens[end:] if self.n_copied(seq, end) else None
         try:
-            close_gap(self._memory, seq.id, begin, end, shared=rest)
+            self._memory.close_gap(seq.id, begin, end, shared=rest)
             if not self._has_rows(seq, len(seq.tokens) - (end - begin)):
                 raise ValueError("layers with a sliding window have let go of rows that come near")
         except (ValueError, UnsupportedModelError) as error:

@@ -184,8 +184,7 @@ def plan_streaming(
     room = _room(memory)
     n_ctx = context["n_ctx"] or int(file.get("context_length", 0))
     if "n_batch" not in context and "n_ubatch" not in context:
-        n = next((n for n in _BATCHES if 10 * compute_bytes(file, n, n_ctx) <= room), _BATCHES[-1])
-        n = min(n, n_ctx or n)
+        n = _batch_within(file, room, n_ctx)
         context.update(n_batch=n, n_ubatch=n)
     n_ubatch = min(context.get("n_ubatch", 512), context.get("n_batch", 512))
     sliding = Sliding(full=bool(context.get("swa_full")), n_ubatch=n_ubatch)
@@ -194,6 +193,12 @@ def plan_streaming(
         return _beside_experts(file, sizes, asked, room - taken)
     layers = choose_layers(sizes, "auto" if asked is None else asked, room - taken)
     return Streaming(file, layers, sizes, mode if layers else "resident")
+
+
+def _batch_within(file: ModelFile, room: int, n_ctx: int) -> int:
+    """Return the largest step that computes in a tenth of the room: the more tokens, the fewer reads."""
+    n = next((n for n in _BATCHES if 10 * compute_bytes(file, n, n_ctx) <= room), _BATCHES[-1])
+    return min(n, n_ctx or n)
 
 
 def _beside_experts(file: ModelFile, sizes: LayerSizes, asked: Asked | None, room: int) -> Streaming:

@@ -12,7 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv import _core
-from mixedkv.kv.layer_view import layer_stats
+from mixedkv.config.row_types import ggml_type
+from mixedkv.kv.stats import LayerStats
+from mixedkv.limits import padded
+from mixedkv.native.batch import NativeBatch, decode
 from mixedkv_bench.harness.cache_settings import Setting
 
 MICRO_BATCH = 512
@@ -93,22 +96,18 @@ class Context:
         self.ptr: Any = self._make(n_ctx, threads)
         self.n_ctx = int(llama_cpp.llama_n_ctx(self.ptr))
         self._memory = llama_cpp.llama_get_memory(self.ptr)
-        self._batch = llama_cpp.llama_batch_init(MICRO_BATCH, 0, 1)
-        for i in range(MICRO_BATCH):
-            self._batch.n_seq_id[i], self._batch.seq_id[i][0] = 1, 0
-        fields = (self._batch.token, self._batch.pos, self._batch.logits)
-        self._token, self._pos, self._wanted = (np.ctypeslib.as_array(f, (MICRO_BATCH,)) for f in fields)
+        self._batch = NativeBatch(np.zeros(MICRO_BATCH, np.int32))
 
     def _make(self, n_ctx: int, threads: int) -> Any:
         params = llama_cpp.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, MICRO_BATCH, MICRO_BATCH
         params.n_seq_max, params.kv_unified = self.n_seq, self.n_seq > 1
         params.n_threads = params.n_threads_batch = threads
-        params.type_k, params.type_v = self.setting.type_ids
+        params.type_k, params.type_v = ggml_type(self.setting.kv.type_k), ggml_type(self.setting.kv.type_v)
         params.flash_attn_type = int(self.setting.flash_attn)
         params.swa_full, params.no_perf = False, True  # windows alone, as `mixedkv.Llama` has them
         try:
-            self.setting.check_context(n_ctx)
+            self.setting.kv.check_context(padded(n_ctx))
         except ValueError as error:
             raise CannotRunError(str(error)) from None
         log.start()
@@ -120,7 +119,7 @@ class Context:
 
     def _init(self, params: Any) -> str:
         """Make the context, and return the reason where there is none."""
-        native = self.setting.native()
+        native = self.setting.kv.native()
         try:
             if native is not None:
                 _core.configure_next(native)
@@ -135,7 +134,6 @@ class Context:
 
     def close(self) -> None:
         if self.ptr:
-            llama_cpp.llama_batch_free(self._batch)
             self._threads.close()
             llama_cpp.llama_free(self.ptr)
             self.ptr = None
@@ -146,8 +144,8 @@ class Context:
         `outputs` says which of them get logits: "last" or "all".
         """
         n = len(tokens)
-        self._wanted[:n] = outputs == "all"
-        self._wanted[n - 1] = True
+        self._batch.logits[:n] = outputs == "all"
+        self._batch.logits[n - 1] = True
         self._decode(tokens, np.arange(self.n_past, self.n_past + n))
         self.n_past += n
 
@@ -161,19 +159,16 @@ class Context:
         """Evaluate tokens of any sequences, and wait until they are computed; those `wanted`, or all, get
         logits.
         """
-        for i, seq in enumerate(seqs):
-            self._batch.seq_id[i][0] = int(seq)
-        self._wanted[: len(tokens)] = True if wanted is None else wanted
+        self._batch.seq[: len(seqs)] = seqs
+        self._batch.logits[: len(tokens)] = True if wanted is None else wanted
         self._decode(tokens, positions)
-        for i in range(len(seqs)):
-            self._batch.seq_id[i][0] = 0
+        self._batch.seq[:] = 0
 
     def _decode(self, tokens: Sequence[int] | npt.NDArray[np.int32], positions: npt.NDArray[np.int_]) -> None:
         n = len(tokens)
-        self._token[:n], self._pos[:n] = tokens, positions
-        self._batch.n_tokens = n
-        status = llama_cpp.llama_decode(self.ptr, self._batch)
-        if status != 0:
+        self._batch.inputs[:n], self._batch.pos[:n] = tokens, positions
+        self._batch.native.n_tokens = n
+        if (status := decode(self.ptr, self._batch.native)) != 0:
             raise CannotRunError(f"llama_decode failed with status {status}. {log.text()}")
         llama_cpp.llama_synchronize(self.ptr)
 
@@ -244,7 +239,7 @@ class Context:
             layers = _core.layers(self.address)
         except LookupError:
             raise CannotRunError("the model keeps no keys and values: it has no cache to measure") from None
-        return "+".join(sorted({layer_stats(layer).attention for layer in layers})) or "llama.cpp"
+        return "+".join(sorted({LayerStats.of(layer).attention for layer in layers})) or "llama.cpp"
 
 
 def _pointer(data: npt.NDArray[np.uint8]) -> Any:

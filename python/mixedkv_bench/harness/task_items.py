@@ -16,7 +16,7 @@ from mixedkv_bench.harness import sample_text
 from mixedkv_bench.harness.real_text import read_real_text
 
 RECALL = "recall"  # of the bundled model alone, which was taught to answer
-TASKS = ("lookup", "needles", "quote", "json", "sums", "format")
+TASKS = ("lookup", "needles", "quote", "json", "sums", "format", "code")
 _PLACES = (
     "mill", "harbor", "library", "bakery", "castle", "museum", "station", "garden", "tower", "market",
     "school", "theater", "brewery", "chapel", "stable", "quarry", "lighthouse", "dairy", "forge", "orchard",
@@ -33,6 +33,8 @@ _N_PEOPLE = 10
 _N_SUMS = 10
 _QUOTED = 8  # words that have to come word for word
 _GIVEN = 6  # words that a quotation begins with
+_N_LINES = 40  # of code that are gone on with
+_LINE = 24  # characters that one has at least
 _SENTENCE = re.compile(r"(?<=[.!?]) (?=[A-Z][a-z])")
 
 Person = dict[str, str | int]
@@ -77,10 +79,11 @@ class Pile:
 
 def make_piles(tasks: Sequence[str], seed: int, n_tokens: int, count: Count) -> Iterator[Pile]:
     """Yield documents of about `n_tokens` tokens with the questions of `tasks`: prose with facts in it, a
-    dialogue, a journal; those that any of the questions is about.
+    dialogue, code, a journal; those that any of the questions is about.
     """
-    makers = {tuple(each for each in TASKS if each != "format"): _facts, ("format",): _dialogue}
-    for kinds, make in {**makers, (RECALL,): _journal}.items():
+    makers = {("format",): _dialogue, ("code",): _code, (RECALL,): _journal}
+    facts = tuple(each for each in TASKS if (each,) not in makers)
+    for kinds, make in {facts: _facts, **makers}.items():
         if any(each in tasks for each in kinds):
             pile = make(Random(seed), n_tokens, count)
             yield Pile(pile.text, tuple(item for item in pile.items if item.task.split()[0] in tasks))
@@ -207,6 +210,22 @@ def _dialogue(random: Random, n_tokens: int, count: Count) -> Pile:
         text, number = text + turn, number + 1
     form = f"{number + 1} of many <<"
     return Pile(text, tuple(TaskItem("format", f"User: {each}\nReply", form, 12) for each in asked))
+
+
+def _code(random: Random, n_tokens: int, count: Count) -> Pile:
+    """Code, and lines of its first half that are gone on with after the two before them."""
+    text = read_real_text("code").text
+    lines = [line for line in text[random.randrange(len(text) // 2) :].split("\n")[1:] if line.strip()]
+    while (n := count("\n".join(lines))) > n_tokens:
+        lines = lines[: max(1, min(len(lines) - 1, len(lines) * n_tokens // n))]
+    asked = [i for i in range(2, len(lines) // 2) if len(lines[i].strip()) >= _LINE and lines[i][0] == " "]
+    asked = [i for i in asked if lines.count(lines[i]) == lines.count(lines[i - 1]) == 1]
+    items = []
+    for i in sorted(random.sample(asked, min(_N_LINES, len(asked)))):
+        line = lines[i].lstrip()
+        given = "\n".join([*lines[i - 2 : i], lines[i][: -len(line) - 1]])
+        items.append(TaskItem("code", f"\n\n# Once more, word for word:\n{given}", line, 0))
+    return Pile("\n".join(lines), tuple(items))
 
 
 _PER_PLACE = 4  # questions of each variant at each place of a journal

@@ -28,10 +28,14 @@ def _texts(real_model_q4_1: Path) -> None:
 
 @pytest.mark.parametrize("n_tokens", [2000, 6000])
 def test_documents_are_as_long_as_asked_and_hold_the_answers(n_tokens: int) -> None:
-    facts, dialogue = make_piles(TASKS, 1, n_tokens, count)
+    facts, dialogue, code = make_piles(TASKS, 1, n_tokens, count)
     assert 0.9 * n_tokens < count(facts.text) <= 1.05 * n_tokens
     assert count(dialogue.text) <= n_tokens
-    assert {item.task for pile in (facts, dialogue) for item in pile.items} == set(TASKS)
+    assert 0.9 * n_tokens < count(code.text) <= n_tokens
+    assert {item.task for pile in (facts, dialogue, code) for item in pile.items} == set(TASKS)
+    for item in code.items:
+        _, _, given = item.prompt.partition("word for word:\n")
+        assert f"{given} {item.answer}\n" in code.text
     for item in facts.items:
         if item.task == "lookup":
             place = item.prompt.rpartition("code of the ")[2].removesuffix(" is")

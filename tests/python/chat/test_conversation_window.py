@@ -15,7 +15,6 @@ from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.chat import ChatResult, MessageCache
 from mixedkv.errors import UnsupportedModelError
-from mixedkv.kv.close_gap import close_gap
 from mixedkv.prompts.overflow import budget
 from mixedkv.start.lone import LoneSequence
 from mixedkv.store import Identity, KVStore
@@ -60,7 +59,7 @@ def test_tokens_in_the_middle_are_dropped_and_the_rest_moves_up(llm: Llama) -> N
     tokens = llm.tokenize(note(0, 20)["content"].encode())
     llm.eval(tokens)
     values = llm.kv.layer(3).v()
-    close_gap(llm.kv, 0, 8, 40)
+    llm.kv.close_gap(0, 8, 40)
     kept = [*range(8), *range(40, len(tokens))]
     assert llm.input_ids[: llm.n_tokens].tolist() == [tokens[i] for i in kept]
     llm.eval([tokens[0]])
@@ -75,7 +74,7 @@ def test_tokens_in_the_middle_are_dropped_and_the_rest_moves_up(llm: Llama) -> N
 @pytest.mark.parametrize(("begin", "end"), [(-1, 4), (4, 4), (5, 4)])
 def test_ranges_that_are_none(llm: Llama, begin: int, end: int) -> None:
     with pytest.raises(ValueError, match="not a valid range"):
-        close_gap(llm.kv, 0, begin, end)
+        llm.kv.close_gap(0, begin, end)
 
 
 # --- long chats ---

@@ -100,6 +100,21 @@ def test_damage_is_told_from_another_context(cold: str, damage: str) -> None:
             drift.correct(tokens[BEGIN:END], 0, END - BEGIN)
 
 
+@pytest.mark.parametrize("il", range(6))
+def test_damage_in_any_layer_is_told(il: int) -> None:
+    with open_llama("mixed:cold=q8_0", n_ctx=512) as llm:
+        tokens = place(llm, tokens_of(llm)[90:120])
+        block = llm.kv.export(0, BEGIN, END, tokens[BEGIN:END]).without_hot()
+        layers, view = list(block.groups[0].layers), llm.kv.layer(il)
+        k, v = (read(0, BEGIN, END, basis="model") for read in (view.k, view.v))
+        layers[il] = _with_rows(layers[il], [k, 10 * v])
+        llm.kv.replace(replace(block, groups=(replace(block.groups[0], layers=tuple(layers)),)))
+        drift = Drift(llm.kv, corrected_layers(llm.kv), 0, BEGIN, END, CHOSEN)
+        evaluate_chosen(llm, tokens)
+        with pytest.raises(DamagedRowsError, match=f"V of the passage .* in layer {il}"):
+            drift.correct(tokens[BEGIN:END], 0, END - BEGIN)
+
+
 def spoil(llm: Llama, tokens: np.ndarray, damage: str, random: np.random.Generator) -> None:
     """Give the passage other rows: of the token beside it, turned by one position too many, or noise."""
     block = llm.kv.export(0, BEGIN, END, tokens[BEGIN:END]).without_hot()

@@ -51,7 +51,7 @@ _ADDRESS = "http://127.0.0.1:8000"
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """Serve the bundled model with a template that knows tools."""
-    with running("--n-ctx", "4096", "--chat-template", str(TEMPLATE)) as server:
+    with running("--n-ctx", "4096", "--chat-format", str(TEMPLATE)) as server:
         yield server
 
 

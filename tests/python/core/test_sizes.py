@@ -73,13 +73,12 @@ def test_settings_of_the_server_take_sizes(tmp_path: Path) -> None:
     from mixedkv.server.settings import ServerSettings
 
     file = tmp_path / "server.toml"
-    file.write_text('max_body_mb = "8MiB"\nmax_ram_gb = 3\n')
-    given = {"max_kv_size_gb": "20GiB", "max_sessions_mb": "0"}
-    settings = ServerSettings.load(given, str(file), {"MIXEDKV_MAX_CHECKPOINT_GB": "512MiB"})
+    file.write_text("max_ram_gb = 3\n")
+    given = {"max_kv_size_gb": "20GiB"}
+    settings = ServerSettings.load(given, str(file), {"MIXEDKV_MAX_BODY_MB": "8MiB"})
     assert settings.max_kv_size_gb == pytest.approx(20 * 2**30 / 1e9)
     assert settings.max_body_mb == pytest.approx(2**23 / 1e6)
-    assert (settings.max_ram_gb, settings.max_sessions_mb) == (3, 0)
-    assert settings.max_checkpoint_gb == pytest.approx(2**29 / 1e9)
+    assert settings.max_ram_gb == 3
     with pytest.raises(ValueError, match="--max-ram-gb='lots': 'lots' is not a size"):
         ServerSettings.load({"max_ram_gb": "lots"}, None, {})
 

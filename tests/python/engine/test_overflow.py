@@ -19,7 +19,6 @@ from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.prepare import fit
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ContextLengthError
-from mixedkv.kv.close_gap import close_gap
 from mixedkv.llama import Llama
 from mixedkv.prompts.overflow import NOWHERE, Gap, LongPrompt, budget, cut, head_of
 from mixedkv.start.sequence import Sequence
@@ -217,7 +216,7 @@ def test_an_answer_goes_on_beyond_the_context(direct: Direct) -> None:
             if len(held) == N_CTX:
                 starts = direct.engine.tokenizer.message_starts(np.array(held, np.int32))
                 at = at or head_of(starts, N_CTX)
-                close_gap(llm.kv, 0, at, cut(N_CTX, at, N_CTX, starts))
+                llm.kv.close_gap(0, at, cut(N_CTX, at, N_CTX, starts))
             llm.eval([token])
         assert agree > 0.98 * len(chosen)
 

@@ -43,11 +43,11 @@ def test_a_server_samples_as_it_was_told(tmp_path: Path) -> None:
     (greedy,) = answers([], n=1, temperature=0)
     cold = recommending(tmp_path / "cold.gguf", temp=0.0)
     assert answers(["-m", str(cold)]) == [greedy] * 3
-    assert answers(["--temp", "0"]) == [greedy] * 3
-    assert answers(["--top-k", "1"]) == [greedy] * 3
-    assert len(set(answers(["--temp", "1.5"], n=6))) > 1
-    assert len(set(answers(["--temp", "1.5", "--seed", "7"]))) == 1
-    hot = answers(["-m", str(cold), "--temp", "1.5", "--seed", "7"], n=1)
+    assert answers(["--sampling", "temperature=0"]) == [greedy] * 3
+    assert answers(["--sampling", "top_k=1"]) == [greedy] * 3
+    assert len(set(answers(["--sampling", "temperature=1.5"], n=6))) > 1
+    assert len(set(answers(["--sampling", "temperature=1.5,seed=7"]))) == 1
+    hot = answers(["-m", str(cold), "--sampling", "temperature=1.5,seed=7"], n=1)
     assert hot == answers([], n=1, temperature=1.5, seed=7) != [greedy]
 
 

@@ -68,3 +68,8 @@ def test_answers_are_those_without(zoo_path: Callable[[str], Path], name: str, k
     assert all(a.same(b) for a, b in zip(drafted, plain, strict=True))
     assert [a.cached for a in drafted] == [a.cached for a in plain]
     assert all(answer.cached > 50 for answer in drafted[4:])
+
+
+def test_one_step_back_is_enough_for_drafts(zoo_path: Callable[[str], Path]) -> None:
+    with Served(zoo_path("lfm2"), "mixed", n_rs_seq=1) as served:
+        assert not served.engine.speculation.why_off

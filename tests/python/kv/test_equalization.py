@@ -17,6 +17,7 @@ import pytest
 from mixedkv import Llama, bundled
 from mixedkv.bundled import corpus
 from mixedkv.kv.block import KVBlock
+from mixedkv.model.gguf_copy import write_and_close
 from mixedkv.store.identity import Identity
 from support import zoo
 from support.divergence import divergence, log_p
@@ -203,10 +204,7 @@ def quantise(source: Path, target: Path, kind: gguf.GGMLQuantizationType) -> Non
             writer.add_tensor(tensor.name, gguf.quantize(np.array(tensor.data), kind), raw_dtype=kind)
         else:
             writer.add_tensor(tensor.name, np.array(tensor.data))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_and_close(writer)
 
 
 def test_without_equalisation_nothing_is_scaled(open_ctx) -> None:

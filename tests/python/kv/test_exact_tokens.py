@@ -8,7 +8,6 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from mixedkv.store import Identity, KVStore
 
 pytestmark = pytest.mark.core
 
@@ -20,12 +19,6 @@ def llm() -> Iterator[Llama]:
     with Llama(model_path(), kv="mixed", n_ctx=512, n_threads=1, verbose=False) as llm:
         llm.eval(TOKENS[:200])
         yield llm
-
-
-def test_all_of_what_is_evaluated_in_order(llm: Llama) -> None:
-    assert llm.kv.exact_tokens == 200
-    llm.eval(TOKENS[200:])
-    assert llm.kv.exact_tokens == 300
 
 
 @pytest.mark.parametrize("kv", ["mixed", "f16", "q8_0"])
@@ -90,38 +83,8 @@ def test_another_window(llm: Llama) -> None:
     assert llm.kv.exact_tokens == 50
 
 
-def test_a_fresh_start_with_a_block(llm: Llama) -> None:
-    block = llm.kv.export()
-    llm.kv.limit_exact(0)
-    llm.reset()
-    llm.kv.load(block)
-    assert llm.kv.exact_tokens == 200
-
-
 def test_moved_by_someone_else(llm: Llama) -> None:
     llm.kv.limit_exact(120)
     assert llm.kv.exact_tokens == 120
     llm.eval(TOKENS[200:210])
     assert llm.kv.exact_tokens == 120
-
-
-def test_a_state_of_unknown_history(llm: Llama) -> None:
-    state = llm.save_state()
-    llm.load_state(state)
-    assert (llm.n_tokens, llm.kv.exact_tokens) == (200, 0)
-
-
-def test_a_block_of_rows_that_are_not_exact(llm: Llama) -> None:
-    """Where they come back nothing more is vouched for, and no store takes them."""
-    llm.kv.limit_exact(120)
-    block = llm.kv.export()
-    llm.reset()
-    llm.kv.load(block)
-    assert (llm.n_tokens, llm.kv.exact_tokens) == (200, 120)
-    llm.reset()
-    llm.kv.load(block.slice(0, 100))
-    assert llm.kv.exact_tokens == 100
-    with KVStore(None) as store:
-        with pytest.raises(ValueError, match="position 120 is doubted"):
-            store.put(Identity.of(llm), block)
-        assert store.put(Identity.of(llm), block.slice(0, 120))

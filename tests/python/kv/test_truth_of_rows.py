@@ -59,9 +59,12 @@ def test_a_block_says_it_on_every_way(llm: Llama) -> None:
     assert llm.kv.export(1, tokens=TOKENS).n_exact == 120
     with KVStore(None) as store, pytest.raises(ValueError, match="position 120 is doubted"):
         store.put(Identity.of(llm), again)
-    llm.kv.remove(0)
-    llm.kv.load(again)
-    assert llm.kv.exact_tokens == 120
+    for block, n in ((again, 120), (again.slice(0, 100), 100)):
+        llm.reset()
+        llm.kv.load(block)
+        assert (llm.n_tokens, llm.kv.exact_tokens) == (block.p1, n)
+    with KVStore(None) as store:
+        assert store.put(Identity.of(llm), again.slice(0, 120))
 
 
 def test_a_block_behind_other_tokens_is_approximate(llm: Llama) -> None:

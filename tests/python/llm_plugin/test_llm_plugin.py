@@ -81,7 +81,7 @@ def test_a_conversation_goes_on_in_another_process(environ: dict[str, str]) -> N
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
-    monkeypatch.setenv("MIXEDKV_CHAT_TEMPLATE", str(template_path("Qwen-Qwen2.5-7B-Instruct")))
+    monkeypatch.setenv("MIXEDKV_CHAT_FORMAT", str(template_path("Qwen-Qwen2.5-7B-Instruct")))
     before = set(children(os.getpid()))
     model = llm.get_model(NAME)
     yield model

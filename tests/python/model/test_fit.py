@@ -89,7 +89,7 @@ def test_what_is_loaded_beside_is_counted() -> None:
     assert found.n_ctx < fit(place("8B", 24 * GIB), None).n_ctx
 
 
-@pytest.mark.parametrize("option", ["--mmproj", "--lora", "--draft-model", "--embeddings"])
+@pytest.mark.parametrize("option", ["--mmproj", "--lora", "--speculation", "--embeddings"])
 def test_a_server_is_fitted_with_all_that_it_loads(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +100,7 @@ def test_a_server_is_fitted_with_all_that_it_loads(
             "mlp", int(read_model_file(path).get("embedding_length")), tmp_path
         ),
         "--lora": lambda: write_adapter(tmp_path / "a.gguf", path, 1),
-        "--draft-model": lambda: path,
+        "--speculation": lambda: path,
         "--embeddings": lambda: "",
     }[option]()
     monkeypatch.setattr("mixedkv.llama.memory_room", lambda: 45 << 20)
@@ -111,7 +111,7 @@ def test_a_server_is_fitted_with_all_that_it_loads(
             return int(open_server(settings, Keys.of("", ""), stack).engine.llm.fitted.n_ctx)
 
     name = option[2:].replace("-", "_")
-    value = True if not given else str(given) if option == "--draft-model" else (str(given),)
+    value = True if not given else str(given) if option == "--speculation" else (str(given),)
     assert served(**{name: value}) < served()
 
 

@@ -14,7 +14,7 @@ from mixedkv.bundled import model_path
 from mixedkv.model.gguf_file import read_model_file
 from support.browser import CONTRASTS, OVERFLOWS, PHONE, needs_chromium
 from support.image_support import png
-from support.patience import PATIENCE, wait_for
+from support.patience import wait_for
 from support.server_support import Server, key_file, running
 from support.zoo.projector import write_projector
 
@@ -45,31 +45,20 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def open_page(browser: Any) -> Iterator[OpenPage]:
-    """open_page(server, change=None, **options of a browser context): the page. `change` alters the bodies of
-    its requests; `page.noise` has what it wrote to the console and its errors, `page.asked` the addresses.
+def open_page(new_page: OpenPage) -> OpenPage:
+    """open_page(server, change=None, **options): a `new_page` with the chat. `change` alters the bodies of
+    its requests.
     """
-    contexts = []
 
     def open_(server: Server, change: dict[str, Any] | None = None, **options: Any) -> Any:
-        context = browser.new_context(**options)
-        contexts.append(context)
-        page = context.new_page()
-        page.noise, page.asked = [], []
-        page.on("console", lambda message: page.noise.append(message.text))
-        page.on("pageerror", lambda error: page.noise.append(str(error)))
-        page.on("request", lambda request: page.asked.append(request.url))
-        page.set_default_timeout(1000 * PATIENCE)
-        playwright.expect.set_options(timeout=1000 * PATIENCE)
+        page = new_page(**options)
         if change is not None:
             page.route(CHAT, lambda route: _change(route, change))
         page.goto(server.url)
         page.wait_for_selector("#send:has-text('Send')")
         return page
 
-    yield open_
-    for context in contexts:
-        context.close()
+    return open_
 
 
 def _change(route: Any, change: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ TEMPLATE = REPOSITORY / "tests/python/support/templates/qwen3.jinja"
 
 
 def test_each_row_works() -> None:
-    with running("--n-ctx", "4096", "--embeddings", "--chat-template", str(TEMPLATE)) as server:
+    with running("--n-ctx", "4096", "--embeddings", "--chat-format", str(TEMPLATE)) as server:
         why_not = {row: why for row, why in tried(Asked(server.url, MODEL)).items() if why}
     assert not why_not
 

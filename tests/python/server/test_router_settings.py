@@ -44,10 +44,10 @@ def test_a_process_serves_one_model_with_its_adapters() -> None:
 
 
 def test_what_the_router_does_its_processes_do_not() -> None:
-    given = {"host": "0.0.0.0", "port": 80, "api_key_file": "keys", "cors_origin": ["*"], "root_path": "/llm"}
+    given = {"host": "0.0.0.0", "port": 80, "api_key_file": "keys", "allow": ["*"], "root_path": "/llm"}
     child = told(1, **given, keep_alive="5m", max_loaded=1, access_log=True, store="kv", parallel=3)
     assert (child.unix_socket, child.host, child.port) == (*2 * (str(PLACE / "1.sock"),), 8000)
-    assert (child.cors_origin, child.root_path, child.keep_alive, child.max_loaded) == ((), "", "", 0)
+    assert (child.allow, child.root_path, child.keep_alive, child.max_loaded) == ((), "", "", 0)
     assert (child.api_key_file, child.store, child.parallel) == ("keys", "kv", 3)
     assert child.restart_when_stuck
     assert not child.access_log
@@ -60,15 +60,14 @@ def test_sessions_are_shared() -> None:
 
 
 def test_only_the_first_one_has_the_draft_model() -> None:
-    given = {"draft_model": "small.gguf", "speculation": "draft-model"}
-    assert (told(0, **given).draft_model, told(0, **given).speculation) == ("small.gguf", "draft-model")
-    assert (told(1, **given).draft_model, told(1, **given).speculation) == ("", "prompt-lookup")
+    assert [told(i, speculation="small.gguf").draft_model for i in (0, 1)] == ["small.gguf", ""]
+    assert told(1, speculation="small.gguf").speculation == "prompt-lookup"
     assert [told(i, speculation="mtp").speculation for i in (0, 1)] == ["mtp", "prompt-lookup"]
 
 
 def test_each_tells_its_events_at_a_port_of_its_own() -> None:
-    given = {"kv_events": "tcp://*:5557", "kv_events_topic": "kv@{model}"}
-    assert [told(i, **given).kv_events for i in (0, 1)] == ["tcp://*:5557", "tcp://*:5558"]
-    assert [told(i, **given).kv_events_topic for i in (0, 1)] == ["kv@one", "kv@two"]
+    given = {"kv_events": "tcp://*:5557#kv@{model}"}
+    told_of = [told(i, **given).kv_events for i in (0, 1)]
+    assert told_of == ["tcp://*:5557#kv@one", "tcp://*:5558#kv@two"]
     with pytest.raises(ValueError, match="kv_events='ipc://here': several models need tcp://HOST:PORT"):
         told(1, kv_events="ipc://here")

@@ -39,7 +39,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     template = str(with_a_token_that_calls(tmp_path_factory.mktemp("template")))
-    with running("--n-ctx", "8192", "--chat-template", template) as server:
+    with running("--n-ctx", "8192", "--chat-format", template) as server:
         for text, bias in (('"', 30), ("}", 30), ("@", 100)):
             (token,) = server.post("/tokenize", {"content": text})["tokens"]
             CALLING[str(token)] = bias
@@ -137,8 +137,8 @@ def test_instructor(url: str) -> None:
     assert Sum.model_validate(list(partial)[-1].model_dump())
 
 
-@pytest.mark.parametrize("kind", ["chat", "responses"])
-def test_openai_agents(url: str, kind: str) -> None:
+def adding() -> tuple[Any, Any, list[Sum]]:
+    """The package of OpenAI's agents, a tool that adds, and what it was given."""
     agents = pytest.importorskip("agents", reason="needs the package openai-agents")
     agents.set_tracing_disabled(True)
     given: list[Sum] = []
@@ -149,6 +149,12 @@ def test_openai_agents(url: str, kind: str) -> None:
         given.append(numbers)
         return str(numbers.a + numbers.b)
 
+    return agents, add, given
+
+
+@pytest.mark.parametrize("kind", ["chat", "responses"])
+def test_openai_agents(url: str, kind: str) -> None:
+    agents, add, given = adding()
     client = openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0)
     make = agents.OpenAIChatCompletionsModel if kind == "chat" else agents.OpenAIResponsesModel
     settings = agents.ModelSettings(
@@ -179,16 +185,7 @@ def test_openai_agents(url: str, kind: str) -> None:
 
 
 def test_openai_agents_stream_and_call(url: str) -> None:
-    agents = pytest.importorskip("agents", reason="needs the package openai-agents")
-    agents.set_tracing_disabled(True)
-    given: list[Sum] = []
-
-    @agents.function_tool  # type: ignore[untyped-decorator]
-    def add(numbers: Sum) -> str:
-        """The sum of two numbers."""
-        given.append(numbers)
-        return str(numbers.a + numbers.b)
-
+    agents, add, given = adding()
     client = openai.AsyncOpenAI(base_url=url, api_key="unused", max_retries=0)
     settings = agents.ModelSettings(
         temperature=0.0, max_tokens=300, parallel_tool_calls=False, extra_body={"logit_bias": CALLING}

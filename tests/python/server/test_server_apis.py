@@ -31,7 +31,7 @@ def server() -> Iterator[Server]:
 )
 def tools(request: Any) -> Iterator[Server]:
     """A template with tools, and the bundled model's own, which has none."""
-    options = ["--chat-template", str(template_path(request.param))] if request.param else []
+    options = ["--chat-format", str(template_path(request.param))] if request.param else []
     with running("--n-ctx", "8192", *options) as server:
         yield server
 
@@ -39,7 +39,7 @@ def tools(request: Any) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def thinks() -> Iterator[Server]:
     template = str(template_path("llama-cpp-deepseek-r1"))
-    with running("--n-ctx", "8192", "--chat-template", template) as server:
+    with running("--n-ctx", "8192", "--chat-format", template) as server:
         yield server
 
 

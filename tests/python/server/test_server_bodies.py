@@ -16,12 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from mixedkv.server.api.fields import MAX_MESSAGES
 from mixedkv.server.api.schemas import ChatRequest, CompletionRequest
 from mixedkv.server.api_error import ApiError
+from mixedkv.server.fields import MAX_MESSAGES
 from mixedkv.server.http.json_body import BodyParser, parse
 from mixedkv.server.pools import LARGE
 from support.patience import PATIENCE
+from support.remote_servers import redis_server
 from support.server_support import MODEL, Server, running
 
 MB = 10**6
@@ -181,33 +182,19 @@ def test_a_stopped_redis_holds_up_sessions_only(tmp_path: Path, old: bool) -> No
         if not folder:
             pytest.skip("MIXEDKV_TEST_REDIS5 names no folder with redis-py 5")
         environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
-    program = "redis-server"
-    try:
-        redis = subprocess.Popen(
-            [program, "--port", "0", "--unixsocket", str(tmp_path / "s"), "--save", ""],
-            stdout=subprocess.DEVNULL,
-        )
-    except FileNotFoundError:
-        pytest.skip("no redis-server on the path: apt-get install redis-server")
-    try:
-        with socket.socket(socket.AF_UNIX) as client:
-            while client.connect_ex(str(tmp_path / "s")):
-                assert redis.poll() is None
-        options = ("--n-ctx", "512", "--parallel", "2", "--request-timeout", "4", "--drain-timeout", "1")
+    options = ("--n-ctx", "512", "--parallel", "2", "--request-timeout", "4", "--drain-timeout", "1")
+    with redis_server(tmp_path, "--unixsocket", str(tmp_path / "s")) as (redis, _):
         options += ("--metadata-url", f"unix://{tmp_path / 's'}")
         with running(*options, environ=environ) as server:
             made = {"model": MODEL, "prompt": "x", "session_id": "a"}
             assert server.status("POST", "/v1/context", made) == 201
-            os.kill(redis.pid, signal.SIGSTOP)
+            redis.send_signal(signal.SIGSTOP)
             with ThreadPoolExecutor(1) as pool:
                 asking = pool.submit(server.request, "GET", "/v1/context/a")
                 assert server.status("POST", "/v1/completions", {"prompt": "x", "max_tokens": 1}) == 200
                 status, answer, _ = asking.result()
             assert (status, answer["error"]["code"]) == (504, "timeout")
             assert server.stop() == 0
-    finally:
-        redis.kill()
-        redis.wait()
 
 
 def test_a_body_of_two_lengths_is_refused(server: Server) -> None:

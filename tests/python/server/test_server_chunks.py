@@ -13,7 +13,7 @@ from support.patience import wait_for
 from support.server_support import MODEL, Server, key_file, running
 
 ANNA, BEN = "0123456789abcdef-anna", "0123456789abcdef-ben"
-OPTIONS = ("--kv", "mixed:cold=q8_0", "--reuse", "chunks", "--chunks", "repair=query,check=1")
+OPTIONS = ("--kv", "mixed:cold=q8_0", "--reuse", "chunks:repair=query,check=1")
 DOCUMENTS = [" ".join(make_recall(64_000 + i, 14).journal) for i in range(3)]
 PROMPT = f"{DOCUMENTS[2]} {DOCUMENTS[0]} {DOCUMENTS[1]} Question: What color is Mira's kite? Answer:"
 
@@ -107,19 +107,19 @@ def test_a_cache_that_cannot_is_refused_at_the_start() -> None:
 
 @pytest.mark.nightly
 def test_how_passages_are_found_and_repaired_can_be_said(tmp_path: Path) -> None:
-    options = ("--chunks", "repair=query,check=1,chunk_size=32,ratio=.3,overlap_k=8")
-    with running(*OPTIONS[:4], *options) as server:
+    options = "chunks:repair=query,check=1,chunk_size=32,ratio=.3,overlap_k=8"
+    with running(*OPTIONS[:3], options) as server:
         warm(server)
         _, found = complete(server)
         assert found["approximate_cached_tokens"] > 0
         assert server.stats()["store"]["chunks"]["method"] == "query 30%"
-    with pytest.raises(RuntimeError, match="32"), running(*OPTIONS[:4], "--chunks", "chunk_size=2"):
+    with pytest.raises(RuntimeError, match="32"), running(*OPTIONS[:3], "chunks:chunk_size=2"):
         pass
 
 
 @pytest.mark.nightly
 def test_a_request_says_how_its_passages_are_repaired() -> None:
-    with running(*OPTIONS[:4], "--chunks", "repair=seam,check=0") as server:
+    with running(*OPTIONS[:3], "chunks:repair=seam,check=0") as server:
         warm(server)
 
         def repaired(**chunks: Any) -> tuple[str, int]:

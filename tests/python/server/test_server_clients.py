@@ -11,7 +11,6 @@ import httpx
 import openai
 import pytest
 
-from mixedkv.bundled.corpus import make_recall
 from support.patience import wait_for
 from support.server_support import MODEL, Server, key_file, running
 
@@ -76,50 +75,6 @@ def test_a_full_queue_is_a_rate_limit_error(server: Server, busy: openai.Stream[
     assert int(caught.value.response.headers["retry-after"]) >= 1
 
 
-def test_a_client_that_gives_up_frees_its_place(server: Server) -> None:
-    client, _ = make_client(server, max_retries=0, timeout=2)
-
-    def was_stopped() -> bool:
-        """Not before its work had begun, as where the machine is slow."""
-        before = server.wait_until_idle()["recent"]
-        with pytest.raises(openai.APITimeoutError):
-            long_answer(client)
-        wait_until(server, 0)
-        now = server.wait_until_idle()["recent"]
-        assert now == before or now[0]["finish_reason"] == "abort"
-        return bool(now != before)
-
-    wait_for(was_stopped)
-
-
-def test_a_stream_that_is_closed_frees_its_place(server: Server) -> None:
-    client, _ = make_client(server, max_retries=0)
-    with long_answer(client, stream=True) as stream:
-        next(iter(stream))
-        assert server.stats()["requests"]["running"] == 1
-    wait_until(server, 0)
-
-
-def test_refusals_are_not_tried_again(server: Server) -> None:
-    client, statuses = make_client(server, max_retries=3)
-    with pytest.raises(openai.BadRequestError):
-        client.completions.create(model=MODEL, prompt="The", temperature=1000)
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("other")
-    assert statuses == [400, 404]
-
-
-@pytest.mark.nightly
-def test_a_request_that_takes_too_long_is_a_server_error() -> None:
-    with running("--n-ctx", "2048", "--parallel", "1", "--request-timeout", "0.2") as server:
-        client, statuses = make_client(server, max_retries=1)
-        with pytest.raises(openai.InternalServerError) as caught:
-            long_answer(client)
-        assert statuses == [504, 504]
-        assert caught.value.code == "timeout"
-        server.wait_until_idle()
-
-
 def test_a_wrong_key_is_an_authentication_error(tmp_path: Path) -> None:
     with running("--n-ctx", "512", "--api-key-file", str(key_file(tmp_path, f"one:{KEY}"))) as server:
         client, statuses = make_client(server, "not-" + KEY, max_retries=3)
@@ -135,49 +90,6 @@ def test_one_key_for_all_may_be_an_option() -> None:
         with pytest.raises(openai.AuthenticationError):
             make_client(server, "none")[0].models.list()
         assert make_client(server, "a-key-of-everybody")[0].models.list().data
-
-
-@pytest.mark.nightly
-def test_a_stopped_server_is_a_connection_error() -> None:
-    with running("--n-ctx", "512") as server:
-        client, _ = make_client(server, max_retries=1)
-        client.models.list()
-        server.stop()
-        with pytest.raises(openai.APIConnectionError):
-            client.models.list()
-
-
-def test_langchain_end_to_end(server: Server) -> None:
-    langchain = pytest.importorskip("langchain_openai", reason="needs the package langchain-openai")
-    from langchain_core.messages import AIMessage, HumanMessage
-    from langchain_core.output_parsers import StrOutputParser
-    from langchain_core.prompts import ChatPromptTemplate
-
-    recall = make_recall(50, 20)
-    system, question = (message["content"] for message in (recall.messages[0], recall.messages[-1]))
-    model = langchain.ChatOpenAI(
-        base_url=f"{server.url}/v1", api_key="unused", model=MODEL, temperature=0, max_tokens=60
-    )
-    prompt = ChatPromptTemplate.from_messages([("system", "{system}"), ("user", "{question}")])
-    wanted = {"system": system, "question": question}
-    assert (prompt | model | StrOutputParser()).invoke(wanted) == recall.fact.answer
-
-    chunks = list((prompt | model).stream(wanted))
-    assert "".join(chunk.content for chunk in chunks) == recall.fact.answer
-
-    history = [*prompt.invoke(wanted).to_messages(), AIMessage(recall.fact.answer), HumanMessage("And then?")]
-    usage = model.invoke(history).usage_metadata
-    assert usage["input_tokens"] > usage["input_token_details"]["cache_read"] > 0
-
-    schema = {
-        "title": "place",
-        "type": "object",
-        "properties": {"code": {"type": "integer", "enum": [1, 22]}},
-        "required": ["code"],
-        "additionalProperties": False,
-    }
-    structured = model.with_structured_output(schema, method="json_schema")
-    assert structured.invoke("Which?")["code"] in (1, 22)
 
 
 def test_who_has_no_key_sends_little(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ QWEN = "Qwen-Qwen2.5-7B-Instruct"
 @pytest.fixture(scope="module", params=[QWEN, pytest.param("", marks=pytest.mark.nightly)])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """With a template that has calls, and with the model's own, which gets `generic_tools`."""
-    template = ("--chat-template", str(template_path(request.param))) if request.param else ()
+    template = ("--chat-format", str(template_path(request.param))) if request.param else ()
     with running("--n-ctx", "4096", *template) as server:
         yield server
 

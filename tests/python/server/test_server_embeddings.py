@@ -31,7 +31,7 @@ from mixedkv.engine.schedule.observer import Observer
 from mixedkv.errors import EngineError
 from mixedkv.model.gguf_file import read_model_file
 from support.patience import PATIENCE, wait_for
-from support.server_support import MODEL, Server, key_file, running
+from support.server_support import MODEL, Server, running
 
 TEXTS = ["The harbour", "Once upon a time", "a", "She said <|im_end|> and 「left」.", "one two three " * 25]
 LIMIT = 300  # tokens of an input; a slice has more
@@ -180,17 +180,6 @@ def test_every_form_of_input(server: Server, client: openai.OpenAI) -> None:
     assert server.request("GET", "/v1/models")[1]["data"][0]["meta"]["n_embd"] == expected.shape[1]
 
 
-def test_langchain(server: Server) -> None:
-    langchain = pytest.importorskip("langchain_openai", reason="needs the package langchain-openai")
-    # with the check it sends ids of OpenAI's tokenizer
-    embeddings = langchain.OpenAIEmbeddings(
-        base_url=f"{server.url}/v1", api_key="unused", model=MODEL, check_embedding_ctx_length=False
-    )
-    expected = vectors_of(server, TEXTS)
-    assert np.abs(np.array(embeddings.embed_documents(TEXTS)) - expected).max() < SAME
-    assert np.abs(np.array(embeddings.embed_query(TEXTS[0])) - expected[0]).max() < SAME
-
-
 # --- refusals ---
 
 
@@ -213,11 +202,6 @@ def test_refusals_name_the_field(server: Server, body: Any, param: str, says: st
     status, error = error_of(server, body)
     assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error")
     assert says in error["message"]
-
-
-def test_refusals_of_wrong_types(server: Server) -> None:
-    for body in ({"input": [["a"]]}, {"input": [-1]}, {"input": "a", "encoding_format": "int8"}, {}):
-        assert error_of(server, body)[0] == 400
 
 
 def test_without_the_option_the_refusal_names_it() -> None:
@@ -243,13 +227,6 @@ def test_options_that_the_model_cannot_have_end_the_start(
         server.stop()
         assert options[0].strip("-").replace("-", "_") in server.log
         assert "Traceback" not in server.log
-
-
-def test_keys_are_asked_for(tmp_path: Path) -> None:
-    keys = str(key_file(tmp_path, f"one:{KEY}"))
-    with running("--n-ctx", "512", "--embeddings", "--api-key-file", keys) as server:
-        assert server.request("POST", "/v1/embeddings", {"input": "a"})[0] == 401
-        assert server.request("POST", "/v1/embeddings", {"input": "a"}, key=KEY)[0] == 200
 
 
 # --- a model that only embeds ---

@@ -127,7 +127,7 @@ def listening(endpoint: str, topic: str) -> Iterator[Any]:
 
 def test_a_server_tells_routers_what_it_holds() -> None:
     endpoint = f"tcp://127.0.0.1:{free_port()}"
-    options = ("--kv-events", endpoint, "--kv-events-topic", "kv@pod@model", "--n-ctx", "2048")
+    options = ("--kv-events", f"{endpoint}#kv@pod@model", "--n-ctx", "2048")
     decode = msgspec.msgpack.Decoder(type=KVEventBatch).decode
     with running(*options) as server:
         prompt = "The cache is told to routers, block by block, as long as it is there. " * 6
@@ -167,7 +167,7 @@ def test_each_model_tells_under_a_topic_of_its_own() -> None:
     port = free_ports(2)  # the second model has the next one
     endpoint = f"tcp://127.0.0.1:{port}"
     options = [f"--model={name}={model_path()}" for name in ("one", "two")]
-    options += ["--kv-events", endpoint, "--kv-events-topic", "kv@pod@{model}", "--n-ctx", "1024"]
+    options += ["--kv-events", endpoint + "#kv@pod@{model}", "--n-ctx", "1024"]
     decode = msgspec.msgpack.Decoder(type=KVEventBatch).decode
     with running(*options) as server:
         held = {}

@@ -195,7 +195,7 @@ def stopped(server: Server, path: str, body: dict[str, Any]) -> None:
 
 def test_half_an_hour_of_each_client(tmp_path: Path) -> None:
     template = str(template_path("Qwen-Qwen2.5-7B-Instruct"))
-    options = ("--n-ctx", "8192", "--chat-template", template, "--store", str(tmp_path / "kv"))
+    options = ("--n-ctx", "8192", "--chat-format", template, "--store", str(tmp_path / "kv"))
     sent: dict[str, int] = {}
     with running(*options) as server:
         for name, chat in CLIENTS.items():

@@ -182,7 +182,7 @@ def test_tools_and_images(mmproj: Path) -> None:
     from support.families import template_path
 
     template = str(template_path("Qwen-Qwen2.5-7B-Instruct"))
-    with running("--n-ctx", "4096", "--chat-template", template, "--mmproj", str(mmproj)) as server:
+    with running("--n-ctx", "4096", "--chat-format", template, "--mmproj", str(mmproj)) as server:
         body = asking("Add what you see.", part(png()), tools=[ADD], tool_choice="required", max_tokens=200)
         answer = server.post(CHAT, body)
         assert answer["choices"][0]["message"]["tool_calls"]

@@ -29,7 +29,7 @@ _brief: dict[str, int] = {}
 def server() -> Iterator[Server]:
     global _server, _brief
     template = str(TEMPLATES / "qwen2.5.jinja")
-    with running("--n-ctx", "16384", "--embeddings", "--chat-template", template) as _server:
+    with running("--n-ctx", "16384", "--embeddings", "--chat-format", template) as _server:
         tokens = [_server.post("/tokenize", {"content": text})["tokens"] for text in ('"', "}")]
         _brief = {str(token): 30 for (token,) in tokens}
         yield _server

@@ -159,7 +159,7 @@ def test_what_a_client_asks_before_it_begins(server: Server) -> None:
 def test_the_template_is_the_one_that_chats_are_written_with(tmp_path: Path) -> None:
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     (tmp_path / "plain.jinja").write_text(template)
-    with running("--n-ctx", "512", "--chat-template", str(tmp_path / "plain.jinja")) as plain:
+    with running("--n-ctx", "512", "--chat-format", str(tmp_path / "plain.jinja")) as plain:
         assert plain.request("GET", "/props")[1]["chat_template"] == template
         assert plain.post("/api/show", {"model": MODEL})["template"] == template
 

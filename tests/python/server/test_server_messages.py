@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.cli.main import main
-from support.patience import PATIENCE
 from support.server_support import MODEL, Server, key_file, running
 
 ANNA, BEN = "0123456789abcdef-anna", "0123456789abcdef-ben"
@@ -104,14 +104,11 @@ def test_tenants_see_no_message_of_each_other(tmp_path: Path, capsys: Any) -> No
 
 def test_texts_are_warmed_by_an_option_and_by_a_request(tmp_path: Path) -> None:
     first, second = (" ".join(make_recall(seed, 8).journal) for seed in (5, 6))
-    with running("--warm-text", first, "--n-ctx", "2048") as server:
+    file = tmp_path / "warm.jsonl"
+    file.write_text(json.dumps({"text": first}) + "\n")
+    with running("--warm", str(file), "--n-ctx", "2048") as server:
         warmed = server.post("/v1/warm", {"text": second})["prompt_tokens"]
         for text, least in ((first, 40), (second, warmed)):
             body = {"prompt": f"{text} And", "max_tokens": 1}
             usage = server.post("/v1/completions", body)["usage"]
             assert usage["prompt_tokens_details"]["cached_tokens"] >= least - 1
-    keys = str(key_file(tmp_path, f"anna:{ANNA}"))
-    server = Server("--warm-text", first, "--api-key-file", keys)
-    assert server.process.wait(PATIENCE) != 0
-    server.stop()
-    assert "--warm-text: with keys a prompt has a tenant" in server.log

@@ -96,7 +96,7 @@ def test_the_lease_ends_with_the_watch(file: Path) -> None:
 def test_a_draft_model_that_is_cut_off_is_told_too(tmp_path: Path) -> None:
     path = tmp_path / "draft.gguf"
     shutil.copy(model_path(), path)
-    with running("--n-ctx", "1024", "--draft-model", str(path)) as server:
+    with running("--n-ctx", "1024", "--speculation", str(path)) as server:
         assert server.status("POST", "/v1/completions", {"prompt": "a", "max_tokens": 20}) == 200
         assert truncated(path).wait(PATIENCE) == 0
         wait_for(lambda: server.status("GET", "/ready") == 503)

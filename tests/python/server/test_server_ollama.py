@@ -31,7 +31,7 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def tools() -> Iterator[Server]:
     template = str(template_path("Qwen-Qwen3-0.6B"))
-    with running("--n-ctx", "4096", "--chat-template", template) as server:
+    with running("--n-ctx", "4096", "--chat-format", template) as server:
         yield server
 
 
@@ -200,7 +200,7 @@ def test_results_find_their_calls(tools: Server) -> None:
 
 def test_thoughts_are_apart(tools: Server) -> None:
     """The one template begins a thought in the prompt, the other ends it there."""
-    with running("--n-ctx", "1024", "--chat-template", str(template_path("llama-cpp-deepseek-r1"))) as thinks:
+    with running("--n-ctx", "1024", "--chat-format", str(template_path("llama-cpp-deepseek-r1"))) as thinks:
         thought = client(thinks).chat(MODEL, [USER], options=BRIEF, think=True).message
         assert thought.thinking
         assert not thought.content

@@ -9,7 +9,6 @@ import itertools
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -21,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from support.patience import PATIENCE, wait_for
+from support.patience import PATIENCE
+from support.remote_servers import redis_server
 from support.server_support import Server, running
 
 DAY = 86400.0
@@ -53,7 +53,10 @@ def soak(folder: Path, *, rounds: int, pause: float) -> None:
     (folder / "site" / "sitecustomize.py").write_text(_CLOCK)
     path = os.pathsep.join([str(folder / "site"), os.environ.get("PYTHONPATH", "")])
     environ = {"PYTHONPATH": path, "TEST_CLOCK": str(clock)}
-    with redis_server(folder) as redis, small_disk(folder / "disk") as disk:
+    with (
+        redis_server(folder, "--unixsocket", str(folder / "redis.sock")) as (redis, _),
+        small_disk(folder / "disk") as disk,
+    ):
         options = (
             "--n-ctx", "2048", "--model-name", "m", "--request-timeout", "20", "--store", str(disk / "kv"),
             "--max-ram-gb", "0.005", "--metadata-url", f"unix://{folder / 'redis.sock'}",
@@ -189,30 +192,6 @@ def small_disk(path: Path) -> Iterator[Path]:
         yield path
     finally:
         subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-@contextmanager
-def redis_server(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    pytest.importorskip("redis", reason="the redis package is not installed")
-    program = shutil.which("redis-server")
-    if program is None:
-        pytest.skip("no redis-server on the path: apt-get install redis-server")
-    path = folder / "redis.sock"
-    redis = subprocess.Popen(
-        [program, "--port", "0", "--unixsocket", str(path), "--save", "", "--dir", str(folder)],
-        stdout=subprocess.DEVNULL,
-    )
-    try:
-        wait_for(lambda: listens(path) or redis.poll() is not None)
-        yield redis
-    finally:
-        redis.kill()
-        redis.wait(PATIENCE)
-
-
-def listens(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX) as client:
-        return client.connect_ex(str(path)) == 0
 
 
 def resident_mib(server: Server) -> float:

@@ -35,24 +35,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def open_page(browser: Any) -> Iterator[OpenPage]:
-    """open_page(server, change=None, wait=True, **options of a browser context): the page with numbers.
-
-    `change` alters the stats on their way to the page. `page.noise` has what the page wrote to the console
-    and its errors, `page.asked` the addresses it asked.
+def open_page(new_page: OpenPage) -> OpenPage:
+    """open_page(server, change=None, wait=True, **options): a `new_page` with numbers. `change` alters the
+    stats on their way to it.
     """
-    contexts = []
 
     def open_(server: Server, change: Change | None = None, wait: bool = True, **options: Any) -> Any:
-        context = browser.new_context(**{"locale": "de-DE", **options})
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(1000 * PATIENCE)
-        playwright.expect.set_options(timeout=1000 * PATIENCE)
-        page.noise, page.asked = [], []
-        page.on("console", lambda message: page.noise.append(message.text))
-        page.on("pageerror", lambda error: page.noise.append(str(error)))
-        page.on("request", lambda request: page.asked.append(request.url))
+        page = new_page(**{"locale": "de-DE", **options})
         if change is not None:
             page.route("**/v1/stats", lambda route: _answer(route, change))
         page.goto(server.url + "/stats")
@@ -60,11 +49,7 @@ def open_page(browser: Any) -> Iterator[OpenPage]:
             page.wait_for_selector("#state.live")
         return page
 
-    yield open_
-    for context in contexts:
-        for page in context.pages:
-            page.unroute_all(behavior="ignoreErrors")  # an answer that is being altered while its page closes
-        context.close()
+    return open_
 
 
 def chat(server: Server, text: str = "Where is the key?", **options: Any) -> Any:

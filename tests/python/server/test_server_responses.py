@@ -140,7 +140,7 @@ def test_by_default_a_response_is_kept_in_place_of_the_oldest(server: Server) ->
 def test_calls_are_kept_and_all_outlives_a_kill(tmp_path: Path) -> None:
     template = str(template_path("Qwen-Qwen2.5-7B-Instruct"))
     tool = {"type": "function", "name": "add", "parameters": ADD["function"]["parameters"]}
-    options = ["--n-ctx", "4096", "--chat-template", template, "--store", str(tmp_path)]
+    options = ["--n-ctx", "4096", "--chat-format", template, "--store", str(tmp_path)]
     with running(*options) as server:
         body = {"input": "What is 1 and 2?", "tools": [tool], "tool_choice": "required", "store": True}
         body = {**body, "temperature": 0, "parallel_tool_calls": False}

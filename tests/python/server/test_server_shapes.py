@@ -120,50 +120,6 @@ def claude_code(turn: int) -> dict[str, Any]:
     }
 
 
-OPEN_WEBUI: dict[str, Any] = {
-    "stream": True,
-    "model": MODEL,
-    "messages": [{"role": "user", "content": "Hi"}],
-    "stream_options": {"include_usage": True},
-    "params": {},
-    "features": {"image_generation": False, "web_search": False},
-    "variables": {"{{USER_NAME}}": "A"},
-    "session_id": None,
-    "chat_id": "c",
-    "id": "m",
-    "background_tasks": {"title_generation": True},
-    "max_tokens": 4,
-}
-AIDER: dict[str, Any] = {
-    "model": MODEL,
-    "messages": [
-        {"role": "system", "content": "Act as an expert software developer."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Ok."},
-        {"role": "user", "content": "Go on."},
-    ],
-    "stream": True,
-    "temperature": 0,
-    "max_tokens": 4,
-}
-CLINE: dict[str, Any] = {
-    "model": MODEL,
-    "messages": [
-        {"role": "system", "content": "You are Cline."},
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "<task>Hi</task>"}, {"type": "text", "text": "# TODO"}],
-        },
-    ],
-    "temperature": 0,
-    "stream": True,
-    "stream_options": {"include_usage": True},
-    "max_tokens": 4,
-    "tools": [{"type": "function", "function": {"name": "read_file", "strict": False, "parameters": SCHEMA}}],
-    "tool_choice": "auto",
-    "parallel_tool_calls": False,
-}
-
 READ = {"type": "function", "function": {"name": "Read", "description": "Reads.", "parameters": SCHEMA}}
 CONTINUE: dict[str, Any] = {  # its CLI and extensions, by OpenAI's JavaScript package
     "model": MODEL,
@@ -220,7 +176,7 @@ N8N: dict[str, Any] = {  # LangChain's ChatOpenAI for JavaScript, which its mode
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     template = str(template_path("Qwen-Qwen2.5-7B-Instruct"))
-    with running("--n-ctx", "4096", "--chat-template", template) as server:
+    with running("--n-ctx", "4096", "--chat-format", template) as server:
         yield server
 
 
@@ -271,14 +227,7 @@ def test_a_billing_header_that_changes_does_not_spoil_the_prefix(server: Server)
     assert usage["input_tokens"] <= 1
 
 
-OTHERS = {
-    "open_webui": OPEN_WEBUI,
-    "aider": AIDER,
-    "cline": CLINE,
-    "continue": CONTINUE,
-    "zed": ZED,
-    "n8n": N8N,
-}
+OTHERS = {"continue": CONTINUE, "zed": ZED, "n8n": N8N}  # more of them: test_server_half_hours.py
 
 
 @pytest.mark.parametrize("body", OTHERS.values(), ids=OTHERS)

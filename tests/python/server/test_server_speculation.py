@@ -98,7 +98,7 @@ def test_a_bad_mode_is_refused(server: Server) -> None:
 
 def test_a_draft_model() -> None:
     with running(
-        "--n-ctx", "1024", "--parallel", "2", "--draft-model", str(model_path()), "--kv", "mixed"
+        "--n-ctx", "1024", "--parallel", "2", "--speculation", str(model_path()), "--kv", "mixed"
     ) as server:
         plain = server.post("/v1/completions", {**ENDLESS, "speculation": "off"})
         drafted = with_drafts(server, "/v1/completions", ENDLESS)

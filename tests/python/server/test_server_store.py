@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import signal
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
-from support.patience import PATIENCE, wait_for
+from support.patience import PATIENCE
 from support.server_support import MODEL, Server, key_file, running
 
 pytestmark = pytest.mark.core
@@ -94,14 +93,6 @@ def test_answers_are_the_same_alone_and_not_warm_and_from_disk(tmp_path: Path, k
     assert min(same.values()) >= 19, same  # a near tie may fall otherwise when sums are rounded otherwise
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kv", ["mixed", "q8_0"])
-def test_answers_are_the_same_on_100_prompts(tmp_path: Path, kv: str, record_property: Any) -> None:
-    same = compare(tmp_path, kv, 100)
-    record_property("same", same)
-    assert min(same.values()) >= 97, same
-
-
 def test_tenants_find_nothing_of_each_other(tmp_path: Path) -> None:
     keys = str(key_file(tmp_path, f"anna:{ANNA}", f"ben:{BEN}"))
     options = ("--api-key-file", keys, "--store", str(tmp_path / "store"))
@@ -164,33 +155,3 @@ def test_an_encrypted_store_is_read_with_its_key_only(tmp_path: Path) -> None:
         assert server.process.wait(PATIENCE) != 0
         server.stop()
         assert "encrypted with" in server.log
-
-
-def test_a_session_outlives_a_restart_and_is_deleted_whole(tmp_path: Path) -> None:
-    options = ("--store", str(tmp_path / "store"), "--metadata-url", f"sqlite:{tmp_path / 'sessions.db'}")
-    recall = make_recall(3, 20)
-    with running(*options) as server:
-        context = {"model": MODEL, "messages": recall.messages[:2], "ttl": 600}
-        made = server.post("/v1/context", context)
-        server.wait_until_idle()
-        server.stop(signal.SIGKILL)
-    with running(*options) as server:
-        ask = {"session_id": made["session_id"], "max_tokens": 30}
-        text, usage = chat(server, recall.messages[2:], **ask)
-        assert text == recall.fact.answer
-        assert usage["prompt_tokens_details"]["cached_tier"] == "disk"
-        assert usage["prompt_tokens_details"]["cached_tokens"] >= made["n_tokens"]
-        n_before = server.wait_until_idle()["store"]["n_entries"]
-        assert server.status("DELETE", f"/v1/context/{made['session_id']}") == 200
-        wait_for(lambda: server.stats()["store"]["n_entries"] < n_before)
-    with running(*options) as server:
-        assert chat(server, recall.messages)[1]["prompt_tokens_details"]["cached_tokens"] == 0
-
-
-def test_an_expired_session_is_unknown(tmp_path: Path) -> None:
-    with running() as server:
-        made = server.post("/v1/context", {"model": MODEL, "prompt": "a b c", "ttl": 1})
-        time.sleep(1.1)
-        status, answer, _ = server.request("GET", f"/v1/context/{made['session_id']}")
-        assert (status, answer["error"]["code"]) == (404, "session_not_found")
-        assert "expired" in answer["error"]["message"]

@@ -22,7 +22,7 @@ BEGUN, OWN = "llama-cpp-deepseek-r1", "Qwen-Qwen3-0.6B"  # a thought is begun by
 
 
 def serve(template: str, *options: str) -> Any:
-    return running("--n-ctx", "8192", "--chat-template", str(template_path(template)), *options)
+    return running("--n-ctx", "8192", "--chat-format", str(template_path(template)), *options)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ SITE = "https://chat.example.org"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    options = ["--n-ctx", "1024", "--cors-origin", SITE, "--allowed-host", "box.example.org"]
+    options = ["--n-ctx", "1024", "--allow", SITE, "--allow", "box.example.org"]
     with running(*options) as server:
         yield server
 
@@ -166,8 +166,8 @@ def test_a_key_may_come_as_x_api_key(tmp_path: Any) -> None:
 
 
 def test_an_origin_is_checked() -> None:
-    with pytest.raises(RuntimeError, match="scheme and host"):
-        running("--cors-origin", "example.org").__enter__()
+    with pytest.raises(RuntimeError, match="with its scheme"):
+        running("--allow", "example.org/chat").__enter__()
 
 
 NOMINAL: dict[str, Any] = {

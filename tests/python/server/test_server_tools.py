@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from mixedkv.server.described import read_chat_template
+from mixedkv.server.described import chat_format
 from support.families import ADD, WEATHER, template_path
 from support.recorded import with_a_token_that_calls
 from support.server_support import MODEL, Server, running
@@ -34,7 +35,7 @@ TOLD_OF_TOOLS = ["Qwen-Qwen2.5-7B-Instruct", "mistralai-Mistral-Nemo-Instruct-24
 )
 def server(request: Any) -> Iterator[Server]:
     """With templates that have tools, and with the bundled model's own, which has none."""
-    template = ["--chat-template", str(template_path(request.param))] if request.param != "none" else []
+    template = ["--chat-format", str(template_path(request.param))] if request.param != "none" else []
     with running("--n-ctx", "8192", *template) as server:
         yield server
 
@@ -163,57 +164,11 @@ def test_a_prompt_with_tools_can_be_warmed(
     assert usage.prompt_tokens_details.cached_tokens > 0.8 * usage.prompt_tokens
 
 
-def test_langchain_binds_tools(server: Server) -> None:
-    langchain = pytest.importorskip("langchain_openai", reason="needs the package langchain-openai")
-    from langchain_core.messages import HumanMessage, ToolMessage
-    from langchain_core.tools import tool
-
-    @tool
-    def multiply(a: int, b: int) -> int:
-        """The product of two numbers."""
-        return a * b
-
-    # one digit is as good as another to this model: rounding decides, which must be the same in both answers
-    alone = {"use_kv_cache": False}
-    model = langchain.ChatOpenAI(
-        base_url=f"{server.url}/v1",
-        api_key="unused",
-        model=MODEL,
-        temperature=0,
-        max_tokens=200,
-        extra_body=alone,
-    )
-    # numbers have no end to a model that does not know what it says
-    multiply_two = {
-        "title": "multiply",
-        "description": "The product of two numbers.",
-        "type": "object",
-        "properties": {"a": {"type": "integer", "maximum": 99, "minimum": 0}, "b": {"enum": [1, 2]}},
-        "required": ["a", "b"],
-    }
-    bound = model.bind_tools([multiply_two], tool_choice="multiply", parallel_tool_calls=False)
-    history: list[Any] = [HumanMessage("What is 6 times 7?")]
-    answer = bound.invoke(history)
-    (call,) = answer.tool_calls
-    assert call["name"] == "multiply"
-    assert not answer.invalid_tool_calls
-
-    whole = None
-    for chunk in bound.stream(history):
-        whole = chunk if whole is None else whole + chunk
-    assert [(each["name"], each["args"]) for each in whole.tool_calls] == [("multiply", call["args"])]
-
-    answer.tool_calls[0]["id"] = "abcdefghi"
-    history += [answer, ToolMessage(str(multiply.invoke(call["args"])), tool_call_id="abcdefghi")]
-    then = model.bind_tools([multiply]).invoke(history)
-    assert then.content or then.tool_calls
-
-
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """With a template whose calls begin with one token: a bias makes the model choose it."""
     path = with_a_token_that_calls(tmp_path_factory.mktemp("template"))
-    with running("--n-ctx", "4096", "--chat-template", str(path)) as server:
+    with running("--n-ctx", "4096", "--chat-format", str(path)) as server:
         yield server
 
 
@@ -324,9 +279,12 @@ def test_a_session_has_no_tools(server: Server) -> None:
     assert (status, answer["error"]["param"]) == (400, "session_id")
 
 
-def test_a_template_that_is_a_name_is_said_to_be_a_format() -> None:
-    with pytest.raises(ValueError, match=r"^chat_template=chatml: .*: give a file, or chat_format=chatml$"):
-        read_chat_template("chatml")
+def test_a_format_is_a_name_or_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jinja").write_text("{{ messages }}")
+    assert chat_format("chatml") == ("chatml", "")
+    assert chat_format(str(tmp_path / "a.jinja")) == ("", "{{ messages }}")
+    with pytest.raises(ValueError, match=r"^chat_format=odd: .*: give a file, or the name of a format"):
+        chat_format("odd")
 
 
 def test_a_named_format_has_tools_too() -> None:

@@ -171,7 +171,7 @@ def test_an_option_of_a_file_that_is_no_option(tmp_path: Path) -> None:
 )
 def test_settings_of_chunks(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ServerSettings.load({"chunks": text}, None, {})
+        ServerSettings.load({"reuse": f"chunks:{text}"}, None, {})
     assert parse_chunks("chunk_size=32, repair=seam") == {
         "chunk_size": 32,
         "repair": "seam",

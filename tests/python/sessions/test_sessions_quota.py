@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager
 from mixedkv.sessions.metadata import Held, Quota
 from mixedkv.sessions.records import CreateCacheResponse
-from support.session_support import Clock, code, created, empty, wanted
+from support.session_support import Clock, code, created, opened, wanted
 
 _BIG = 10**9
 
 
 def with_quota(url: str, clock: Clock, quotas: dict[str, Quota], body: Callable[..., Any]) -> Any:
     async def main() -> Any:
-        await empty(url)
-        manager = ContextCacheManager(url, clock=clock, quota=quotas.get)
-        try:
+        async with opened(url, clock=clock, quota=quotas.get) as (manager,):
             return await body(manager)
-        finally:
-            await manager.close()
 
     return asyncio.run(main())
 
@@ -91,24 +84,11 @@ def test_a_smaller_quota_takes_nothing_away(url: str, clock: Clock) -> None:
     with_quota(url, clock, quotas, body)
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "redis"])
-def test_the_quota_holds_for_several_at_once(
-    kind: str, tmp_path: Path, clock: Clock, request: pytest.FixtureRequest
-) -> None:
-    url = f"sqlite:{tmp_path / 's'}" if kind == "sqlite" else request.getfixturevalue("redis_url")
-
+def test_the_quota_holds_for_several_at_once(shared_url: str, clock: Clock) -> None:
     async def main() -> list[object]:
-        await empty(url)
-        managers = [
-            ContextCacheManager(url, clock=clock, quota=lambda tenant: Quota(5, _BIG)) for _ in range(4)
-        ]
-        try:
-            return await asyncio.gather(
-                *(m.register_session_cache(wanted()) for m in managers for _ in range(8))
-            )
-        finally:
-            for manager in managers:
-                await manager.close()
+        async with opened(shared_url, 4, clock=clock, quota=lambda tenant: Quota(5, _BIG)) as managers:
+            jobs = [m.register_session_cache(wanted()) for m in managers for _ in range(8)]
+            return await asyncio.gather(*jobs)
 
     answers = asyncio.run(main())
     assert sum(isinstance(answer, CreateCacheResponse) for answer in answers) == 5

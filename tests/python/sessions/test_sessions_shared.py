@@ -6,7 +6,6 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from mixedkv.sessions.manager import open_metadata
 from mixedkv.sessions.metadata import Key
 from mixedkv.sessions.records import CreateCacheResponse
 from support.patience import PATIENCE
-from support.session_support import Clock, Entries, code, created, empty, wanted
+from support.session_support import Clock, Entries, code, created, empty, opened, wanted
 
 # --- several at once ---
 
@@ -34,21 +33,11 @@ def test_a_turn_is_not_lost_to_another(run: Callable[..., Any]) -> None:
     run(body)
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "redis"])
-def test_one_of_many_registers_a_name(
-    kind: str, tmp_path: Path, clock: Clock, request: pytest.FixtureRequest
-) -> None:
-    url = f"sqlite:{tmp_path / 's'}" if kind == "sqlite" else request.getfixturevalue("redis_url")
-
+def test_one_of_many_registers_a_name(shared_url: str, clock: Clock) -> None:
     async def main() -> list[object]:
-        await empty(url)
-        managers = [ContextCacheManager(url, clock=clock) for _ in range(8)]
-        jobs = [m.register_session_cache(wanted(session_id="s")) for m in managers for _ in range(8)]
-        try:
+        async with opened(shared_url, 8, clock=clock) as managers:
+            jobs = [m.register_session_cache(wanted(session_id="s")) for m in managers for _ in range(8)]
             return await asyncio.gather(*jobs)
-        finally:
-            for manager in managers:
-                await manager.close()
 
     answers = asyncio.run(main())
     assert sum(isinstance(answer, CreateCacheResponse) for answer in answers) == 1
@@ -70,19 +59,15 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "redis"])
-def test_several_processes(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_several_processes(shared_url: str) -> None:
     """What one process registers all see, and nothing is lost when they write at the same time."""
-    url = f"sqlite:{tmp_path / 's'}" if kind == "sqlite" else request.getfixturevalue("redis_url")
 
     async def before() -> None:
-        await empty(url)
-        manager = ContextCacheManager(url)
-        await manager.register_session_cache(wanted(session_id="parent"))
-        await manager.close()
+        async with opened(shared_url) as (manager,):
+            await manager.register_session_cache(wanted(session_id="parent"))
 
     async def after() -> int:
-        manager = ContextCacheManager(url)
+        manager = ContextCacheManager(shared_url)
         names = [f"child{c}-{i}" for c in range(2) for i in range(20)]
         found = [await manager.get_session_metadata(name) for name in names]
         await manager.close()
@@ -90,7 +75,9 @@ def test_several_processes(kind: str, tmp_path: Path, request: pytest.FixtureReq
 
     asyncio.run(before())
     children = [
-        subprocess.Popen([sys.executable, "-c", _CHILD, url, f"child{c}"], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", _CHILD, shared_url, f"child{c}"], stdout=subprocess.PIPE, text=True
+        )
         for c in range(2)
     ]
     assert [child.communicate(timeout=PATIENCE)[0] for child in children] == ["Once upon a time\n"] * 2
@@ -111,7 +98,7 @@ def test_a_damaged_record_is_an_unknown_session(
         await empty(url)
         metadata = open_metadata(url)
         manager = ContextCacheManager(metadata, entries, clock=clock)
-        assert await metadata.add(Key("", "s"), record, clock.now + 9) == "done"
+        assert await metadata.put(Key("", "s"), record, clock.now + 9) == "done"
         assert await manager.get_session_metadata("s") is None
         assert code(await manager.unregister_session_cache("s")) == "session_not_found"
         created(await manager.register_session_cache(wanted(session_id="s")))
@@ -128,7 +115,7 @@ def test_a_record_moved_to_another_name_is_unknown(url: str, clock: Clock) -> No
         await manager.register_session_cache(wanted(session_id="s"), tenant="ada")
         record = await metadata.get(Key("ada", "s"))
         assert record is not None
-        await metadata.add(Key("bo", "s"), record, clock.now + 9)
+        await metadata.put(Key("bo", "s"), record, clock.now + 9)
         assert await manager.get_session_metadata("s", tenant="bo") is None
         await manager.close()
 

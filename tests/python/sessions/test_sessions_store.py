@@ -79,8 +79,8 @@ def test_a_sealed_session_belongs_to_its_name_and_its_key(tmp_path: Path) -> Non
         metadata = open_metadata(url)
         record = await metadata.get(Key("", "s"))
         assert record is not None
-        assert await metadata.add(Key("", "t"), record, time.time() + 99) == "done"
-        assert await metadata.add(Key("", "u"), record[:-1], time.time() + 99) == "done"
+        assert await metadata.put(Key("", "t"), record, time.time() + 99) == "done"
+        assert await metadata.put(Key("", "u"), record[:-1], time.time() + 99) == "done"
         await metadata.close()
 
     asyncio.run(move())
@@ -124,7 +124,7 @@ def test_kv_whose_session_is_gone_is_swept(url: str, tmp_path: Path) -> None:
         await metadata.remove(Key("", "s0"), record)
 
         assert await manager.sweep_orphans(60) == 0  # they may be about to be registered
-        await metadata.add(Key("", "odd"), b"what is this", time.time() + 99)
+        await metadata.put(Key("", "odd"), b"what is this", time.time() + 99)
         assert await manager.sweep_orphans(-60) == 0  # it may be the owner
         await metadata.remove(Key("", "odd"), b"what is this")
         assert await manager.sweep_orphans(-60) == 2

@@ -65,11 +65,7 @@ def test_eight_clients_are_answered_right_at_a_time(parts: Exported, head: Head,
 
 def test_a_session_goes_on_with_what_is_new_only(parts: Exported, head: Head) -> None:
     question = {"role": "user", "content": "What is the code of the mill?"}
-    with (
-        split_support.running(parts.body, kv="mixed", n_ctx=4096) as server,
-        SplitClient(head, server.address) as client,
-        client.session() as session,
-    ):
+    with split_support.linked(parts, head, kv="mixed", n_ctx=4096) as client, client.session() as session:
         messages: list[Any] = [*_RECALLS[0].messages]
         first = "".join(session.generate(messages, max_tokens=16, temperature=0))
         n, sent = len(session.tokens), session.n_sent_bytes
@@ -105,11 +101,7 @@ def _tokens(client: SplitClient, prompt: list[int], draft: int) -> list[int]:
 
 
 def test_a_question_asked_again_goes_back(parts: Exported, head: Head) -> None:
-    with (
-        split_support.running(parts.body, kv="f16", n_ctx=2048) as server,
-        SplitClient(head, server.address) as client,
-        client.session() as session,
-    ):
+    with split_support.linked(parts, head, kv="f16", n_ctx=2048) as client, client.session() as session:
         prompt = head.tokenizer.encode(_RECALLS[0].messages)[0]
         first = list(session.generate_tokens(prompt, max_tokens=16, temperature=0))
         sent = session.n_sent_bytes
@@ -121,10 +113,7 @@ def test_a_question_asked_again_goes_back(parts: Exported, head: Head) -> None:
 
 def test_an_answer_that_was_lost_on_the_way_is_asked_for_again(parts: Exported, head: Head) -> None:
     """The server stands a token further than the client knows."""
-    with (
-        split_support.running(parts.body, kv="mixed", n_ctx=2048) as server,
-        SplitClient(head, server.address) as client,
-    ):
+    with split_support.linked(parts, head, kv="mixed", n_ctx=2048) as client:
         expected = _tokens(client, list(range(5, 50)), 0)
         with client.session() as session:
             answer = []
@@ -138,10 +127,7 @@ def test_an_answer_that_was_lost_on_the_way_is_asked_for_again(parts: Exported, 
 
 
 def test_a_session_outlives_a_stream_that_was_silent(parts: Exported, head: Head) -> None:
-    with (
-        split_support.running(parts.body, kv="mixed", n_ctx=2048, idle_timeout=0.2) as server,
-        SplitClient(head, server.address) as client,
-    ):
+    with split_support.linked(parts, head, kv="mixed", n_ctx=2048, idle_timeout=0.2) as client:
         expected = _tokens(client, list(range(5, 50)), 0)
         with client.session() as session:
             stream = session.generate_tokens(list(range(5, 50)), max_tokens=24, temperature=0)
@@ -201,11 +187,7 @@ def test_the_command_line_has_a_window(parts: Exported, capsys: pytest.CaptureFi
 
 
 def test_an_answer_longer_than_the_context_goes_on(parts: Exported, head: Head) -> None:
-    with (
-        split_support.running(parts.body, kv="mixed", n_ctx=512) as server,
-        SplitClient(head, server.address) as client,
-        client.session() as session,
-    ):
+    with split_support.linked(parts, head, kv="mixed", n_ctx=512) as client, client.session() as session:
         ends = head.tokenizer.tokenize("The rain", start=False)
         answer = list(
             session.generate_tokens(
@@ -218,10 +200,7 @@ def test_an_answer_longer_than_the_context_goes_on(parts: Exported, head: Head) 
 
 def test_rows_that_had_to_go_are_sent_again(parts: Exported, head: Head) -> None:
     """More sessions than the context has room for: all get on, by turns, to the same answers."""
-    with (
-        split_support.running(parts.body, n_ctx=1024, parallel=1, idle_sessions=1) as server,
-        SplitClient(head, server.address) as client,
-    ):
+    with split_support.linked(parts, head, n_ctx=1024, parallel=1, idle_sessions=1) as client:
         expected = [_answer(client, i) for i in range(3)]
         sessions = [client.session() for _ in range(3)]
         streams = [

@@ -20,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from mixedkv.doors.keys import Keys
 from mixedkv.split import split_pb2 as pb
-from mixedkv.split import split_pb2_grpc
+from mixedkv.split import wire
 from mixedkv.split.client import SplitClient, tls
 from mixedkv.split.export import Exported
 from mixedkv.split.head import Head
@@ -114,7 +114,7 @@ def test_another_models_head_or_version_is_told(parts: Exported, head: Head, fol
         ):
             SplitClient(others, server.address)
         with grpc.insecure_channel(server.address) as channel:
-            stub: Any = split_pb2_grpc.SplitStub(channel)
+            stub: Any = wire.Stub(channel)
             with pytest.raises(grpc.RpcError) as refused:
                 stub.Describe(pb.DescribeRequest(version=2, pair=head.pair))
         assert refused.value.code() == Code.UNIMPLEMENTED
@@ -154,7 +154,7 @@ def test_a_client_that_sends_nothing_is_let_go(parts: Exported) -> None:
         split_support.running(parts.body, idle_timeout=0.2) as server,
         grpc.insecure_channel(server.address) as channel,
     ):
-        stub: Any = split_pb2_grpc.SplitStub(channel)
+        stub: Any = wire.Stub(channel)
         with pytest.raises(grpc.RpcError) as refused:
             next(stub.Evaluate(nothing()))
         silence.set()

@@ -13,7 +13,7 @@ import pytest
 
 from mixedkv.doors.keys import Keys
 from mixedkv.split import split_pb2 as pb
-from mixedkv.split import split_pb2_grpc, wire
+from mixedkv.split import wire
 from mixedkv.split.client import SplitClient
 from mixedkv.split.export import Exported
 from mixedkv.split.head import Head
@@ -62,7 +62,7 @@ def _vectors(head: Head, **changes: Any) -> pb.Vectors:
 def _send(server: Running, *messages: pb.Vectors, tenant: str = "anna") -> Code:
     """The status of a stream with these messages."""
     with grpc.insecure_channel(server.address, [("grpc.max_send_message_length", -1)]) as channel:
-        stub: Any = split_pb2_grpc.SplitStub(channel)
+        stub: Any = wire.Stub(channel)
         metadata = [("authorization", f"Bearer {_KEYS.get(tenant, tenant)}")]
         try:
             for _ in stub.Evaluate(iter(messages), metadata=metadata):

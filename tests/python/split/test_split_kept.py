@@ -62,8 +62,7 @@ def test_a_session_goes_on_after_a_restart_from_stored_rows(
             assert session.keep() == 0
             kept = session.tokens.copy()
     with (
-        split_support.running(parts.body, kv=kv, store=store) as server,
-        SplitClient(head, server.address) as client,
+        split_support.linked(parts, head, kv=kv, store=store) as client,
         client.session(key, kept) as session,
     ):
         prompt = [*_PROMPT, *first, *_MORE]
@@ -110,10 +109,7 @@ def test_without_the_key_all_is_sent_again(parts: Exported, head: Head, tmp_path
         first = _answer(session, _PROMPT)
         session.keep()
         kept = session.tokens.copy()
-    with (
-        split_support.running(parts.body, store=store) as server,
-        SplitClient(head, server.address) as client,
-    ):
+    with split_support.linked(parts, head, store=store) as client:
         with client.session(new_key(), kept) as session:
             _answer(session, [*_PROMPT, *first, *_MORE])
             assert session.n_resends > 0
@@ -143,20 +139,13 @@ def test_rows_that_cannot_be_loaded_are_sent_again(
         raise ValueError("this does not fit")
 
     monkeypatch.setattr(KVCache, "load", refuse)
-    with (
-        split_support.running(parts.body, store=store) as server,
-        SplitClient(head, server.address) as client,
-        client.session(key, kept) as session,
-    ):
+    with split_support.linked(parts, head, store=store) as client, client.session(key, kept) as session:
         assert _answer(session, [*_PROMPT, *first, *_MORE]) == expected
         assert session.n_resends == 2  # of what was not kept, then of all
 
 
 def test_what_is_forgotten_is_gone(parts: Exported, head: Head, tmp_path: Path) -> None:
-    with (
-        split_support.running(parts.body, store=str(tmp_path)) as server,
-        SplitClient(head, server.address) as client,
-    ):
+    with split_support.linked(parts, head, store=str(tmp_path)) as client:
         sessions = [client.session(new_key()) for _ in range(2)]
         for session in sessions:
             _answer(session, _PROMPT)
@@ -234,8 +223,7 @@ def test_keys_places_and_tenants_that_are_wrong(
 
 def test_a_wrong_key_of_a_session_that_is_there(parts: Exported, head: Head, tmp_path: Path) -> None:
     with (
-        split_support.running(parts.body, store=str(tmp_path)) as server,
-        SplitClient(head, server.address) as client,
+        split_support.linked(parts, head, store=str(tmp_path)) as client,
         client.session(new_key()) as session,
     ):
         _answer(session, _PROMPT)
@@ -250,11 +238,7 @@ def test_a_wrong_key_of_a_session_that_is_there(parts: Exported, head: Head, tmp
 
 
 def test_a_server_without_a_folder_keeps_nothing(parts: Exported, head: Head) -> None:
-    with (
-        split_support.running(parts.body) as server,
-        SplitClient(head, server.address) as client,
-        client.session(new_key()) as session,
-    ):
+    with split_support.linked(parts, head) as client, client.session(new_key()) as session:
         _answer(session, _PROMPT)
         with pytest.raises(ValueError, match="started without --store"):
             session.keep()
@@ -269,8 +253,7 @@ def test_what_was_not_used_for_long_is_removed_at_the_start(
     parts: Exported, head: Head, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
-        split_support.running(parts.body, store=str(tmp_path)) as server,
-        SplitClient(head, server.address) as client,
+        split_support.linked(parts, head, store=str(tmp_path)) as client,
         client.session(new_key()) as session,
     ):
         _answer(session, _PROMPT)
@@ -286,8 +269,7 @@ def test_what_was_not_used_for_long_is_removed_at_the_start(
 
 def test_a_folder_without_room(parts: Exported, head: Head, tmp_path: Path) -> None:
     with (
-        split_support.running(parts.body, store=str(tmp_path), max_kv_size_gb=1e-6) as server,
-        SplitClient(head, server.address) as client,
+        split_support.linked(parts, head, store=str(tmp_path), max_kv_size_gb=1e-6) as client,
         client.session(new_key()) as session,
     ):
         _answer(session, _PROMPT)

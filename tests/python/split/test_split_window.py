@@ -19,10 +19,9 @@ from mixedkv.chunks.deviation import last_logits
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.kv.cache import KVCache
-from mixedkv.kv.close_gap import close_gap
 from mixedkv.split import client as client_module
 from mixedkv.split import split_pb2 as pb
-from mixedkv.split import split_pb2_grpc, wire
+from mixedkv.split import wire
 from mixedkv.split.client import SplitClient, SplitSession
 from mixedkv.split.export import Exported
 from mixedkv.split.head import Head
@@ -80,7 +79,7 @@ def _local(kv: str, prompt: list[int], n: int, moves: bool = True, sinks: int = 
                 end = len(tokens) - _WINDOW
                 del tokens[sinks:end]
                 if moves:
-                    close_gap(llm.kv, 0, sinks, end)
+                    llm.kv.close_gap(0, sinks, end)
                 else:
                     llm.reset()
                     llm.kv.clear()
@@ -466,7 +465,7 @@ def _begun(head: Head, n: int, name: bytes = b"w" * 16) -> tuple[pb.Vectors, dic
 def _send(server: Running, *messages: pb.Vectors) -> tuple[Code, str, list[pb.Hidden]]:
     replies = []
     with grpc.insecure_channel(server.address) as channel:
-        stub: Any = split_pb2_grpc.SplitStub(channel)
+        stub: Any = wire.Stub(channel)
         try:
             for reply in stub.Evaluate(iter(messages)):
                 replies.append(reply)
@@ -559,8 +558,7 @@ def test_bytes_of_a_long_answer(real_model: Path, tmp_path: Path, drops: bool) -
     parts = split_support.split(real_model, tmp_path)
     with (
         Head(parts.head, n_threads=1) as head,
-        split_support.running(parts.body, n_ctx=n_ctx, threads=2) as server,
-        SplitClient(head, server.address) as client,
+        split_support.linked(parts, head, n_ctx=n_ctx, threads=2) as client,
         client.session() as session,
     ):
         client.can_drop = drops

@@ -53,8 +53,6 @@ ELSEWHERE: dict[str, str] = {
 REFUSED: tuple[dict[str, object], ...] = (
     {"speculation": "mtp", "memory": "1GiB"},
     {"speculation": "draft-model"},
-    {"speculation": "mtp", "draft_model": "draft.gguf"},
-    {"chat_format": "llama-2", "chat_template": "chat.jinja"},
     {"store_key_file": "key"},
 )
 

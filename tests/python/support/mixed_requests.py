@@ -27,7 +27,7 @@ from support.server_support import Server
 
 CHAT = "/v1/chat/completions"
 N_CTX = 1024
-OPTIONS = ("--n-ctx", str(N_CTX), "--parallel", "2", "--idle-prefixes", "4", "--chunks", "check=0")
+OPTIONS = ("--n-ctx", str(N_CTX), "--parallel", "2", "--idle-prefixes", "4")
 GREEDY: dict[str, Any] = {"model": "m", "temperature": 0, "max_tokens": 8}
 TOOLS = [
     {
@@ -92,7 +92,7 @@ class Mix:
             str(model),
             "--model-name",
             "m",
-            "--chat-template",
+            "--chat-format",
             str(template),
             "--kv",
             kv,
@@ -101,8 +101,8 @@ class Mix:
         )
         self._other_cuts = lambda: OtherCuts(model, kv, N_CTX)
         self.cuts: OtherCuts | None = None
-        repair = () if kv.startswith("mixed") else ("--chunks", "check=0,repair=seam")
-        self._options = (*own, "--store", str(folder / "store"), "--reuse", "chunks", *repair)
+        reuse = "chunks:check=0" if kv.startswith("mixed") else "chunks:check=0,repair=seam"
+        self._options = (*own, "--store", str(folder / "store"), "--reuse", reuse)
         self.fresh = Server(*own)
         self.servers = [Server(*self._options), Server(*self._options)]
         for server in (self.fresh, *self.servers):

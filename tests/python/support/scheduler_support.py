@@ -62,15 +62,14 @@ class Cells:
             if p0 <= p and (p1 < 0 or p < p1):
                 self._put(target, p, cells)
 
-    def shift(self, seq: int, p0: int, p1: int, by: int) -> None:
-        assert p1 == -1
-        self.rows[seq] = {p + by if p >= p0 else p: cells for p, cells in self.rows[seq].items()}
-
-    def export(self, seq: int = 0, p0: int = 0, p1: int = -1, tokens: Any = None) -> int:
-        return self.length(seq) - p0
-
-    def load(self, block: int, seq: int = 0, at: int | None = None) -> None:
-        self.evaluate(seq, at or 0, block)
+    def close_gap(self, seq: int, begin: int, end: int, *, shared: Any = None) -> None:
+        n = self.length(seq)
+        if shared is None:
+            self.remove(seq, begin, end)
+            self.rows[seq] = {p - (end - begin) if p >= end else p: c for p, c in self.rows[seq].items()}
+        else:
+            self.remove(seq, begin)
+            self.evaluate(seq, begin, n - end)
 
     def length(self, seq: int) -> int:
         return max(self.rows[seq], default=-1) + 1

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
-from mixedkv.sessions import CreateContextCacheRequest
+from mixedkv.sessions import ContextCacheManager, CreateContextCacheRequest
 from mixedkv.sessions.records import CreateCacheResponse, ErrorResponse
 from mixedkv.store import KVStore
 from support.patience import PATIENCE
@@ -41,6 +42,18 @@ async def empty(url: str) -> None:
         client = redis.asyncio.from_url(url)
         await client.flushdb()
         await client.aclose()
+
+
+@asynccontextmanager
+async def opened(url: str, n: int = 1, **options: Any) -> AsyncIterator[list[ContextCacheManager]]:
+    """Managers of the same sessions, of which there are none yet."""
+    await empty(url)
+    managers = [ContextCacheManager(url, **options) for _ in range(n)]
+    try:
+        yield managers
+    finally:
+        for manager in managers:
+            await manager.close()
 
 
 def wanted(**values: Any) -> CreateContextCacheRequest:

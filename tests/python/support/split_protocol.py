@@ -12,14 +12,14 @@ from pathlib import Path
 from grpc_tools import protoc
 
 PYTHON = Path(__file__).parents[3] / "python"
-NAMES = ("split_pb2.py", "split_pb2.pyi", "split_pb2_grpc.py")
+NAMES = ("split_pb2.py", "split_pb2.pyi")
 
 
 def generate(folder: Path) -> None:
     """Write the modules into `folder`/mixedkv/split."""
     common = resources.files("grpc_tools") / "_proto"
     arguments = [f"-I{PYTHON}", f"-I{common}"]
-    arguments += [f"--{kind}_out={folder}" for kind in ("python", "pyi", "grpc_python")]
+    arguments += [f"--{kind}_out={folder}" for kind in ("python", "pyi")]
     if protoc.main(["protoc", *arguments, "mixedkv/split/split.proto"]) != 0:
         sys.exit("protoc failed")
 

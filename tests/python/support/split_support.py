@@ -20,7 +20,9 @@ from mixedkv.engine.engine import Engine
 from mixedkv.engine.text.detokenizer import Detokenizer
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.native.llama_cpp import vocab
+from mixedkv.split.client import SplitClient
 from mixedkv.split.export import Exported, export
+from mixedkv.split.head import Head
 from mixedkv.split.parts import BODY, read_part
 from mixedkv.split.server import open_engine, start
 from mixedkv.split.split_settings import SplitSettings
@@ -101,6 +103,13 @@ def running(
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()
+
+
+@contextmanager
+def linked(parts: Exported, head: Head, **options: Any) -> Iterator[SplitClient]:
+    """A client with the head, of a server of the body: see `running`."""
+    with running(parts.body, **options) as server, SplitClient(head, server.address) as client:
+        yield client
 
 
 def local_tokens(llm: Llama, prompt: list[int], n: int) -> list[int]:

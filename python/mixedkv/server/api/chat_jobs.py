@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from mixedkv.doors.settings import in_words
 from mixedkv.engine.chat.chat_template import RenderedChat
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.text.answer_reader import ReadAnswer
 from mixedkv.engine.text.detokenizer import Detokenizer
 from mixedkv.ids import new_id
-from mixedkv.server.api.chat_message import Message
-from mixedkv.server.api.fields import place
 from mixedkv.server.api.generation import constraint_of, context_tokens, make_jobs, slides
 from mixedkv.server.api.rendering import chat_of, choice_of, render
-from mixedkv.server.api.schemas import ChatFields, ChatRequest
-from mixedkv.server.api_error import bad_request, in_words
+from mixedkv.server.api.schemas import ChatFields, ChatRequest, Message
+from mixedkv.server.api_error import bad_request
+from mixedkv.server.fields import place
 from mixedkv.server.state import ServerState
 from mixedkv.sessions import CacheSessionMetadata
 
@@ -36,7 +36,7 @@ def message_of(answer: ReadAnswer) -> dict[str, Any]:
 
 
 def chat_jobs(
-    server: ServerState, body: ChatRequest, owner: str, session: CacheSessionMetadata | None
+    server: ServerState, body: ChatRequest, owner: str, session: CacheSessionMetadata | None = None
 ) -> tuple[list[Job], RenderedChat]:
     """Return the jobs that answer a chat, and the rendered chat, which tells how their answers are read."""
     before: list[dict[str, Any]] = []
@@ -91,6 +91,13 @@ def translated(kind: type[_T], fields: dict[str, Any]) -> _T:
         first = error.errors()[0]
         where = place(first["loc"])
         raise bad_request(f"{where}: {in_words(first['msg'])}", where or None) from None
+
+
+def translated_jobs(
+    server: ServerState, as_chat: Callable[[], dict[str, Any]], owner: str
+) -> tuple[list[Job], RenderedChat]:
+    """Return what `chat_jobs` does for a request of another API, given what makes OpenAI's fields of it."""
+    return chat_jobs(server, translated(ChatRequest, as_chat()), owner)
 
 
 def chat_tokens(server: ServerState, body: ChatFields) -> list[int]:

@@ -120,7 +120,7 @@ async def list_contexts(
     """List the tenant's sessions in the order of their ids, a page at a time, and what all of them take."""
     server, owner = server_state(request), tenant(request)
     found = await server.contexts.list_sessions(owner, after=after, limit=limit + 1)
-    held, quota = await server.contexts.held(owner), server.session_quota(owner)
+    held, quota = await server.contexts.held(owner), server.keys.session_quota(owner)
     sessions = [
         {
             "object": "context_cache",

@@ -17,13 +17,12 @@ from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.embed.embedding_context import Vectors
 from mixedkv.errors import ClosedError, EngineError, ModelReadError, QueueFullError
 from mixedkv.limits import INT32_MAX
-from mixedkv.server.api.fields import Model, Name, Text
 from mixedkv.server.api.schemas import EmbeddingRequest
 from mixedkv.server.api_error import bad_request, from_engine, prompt_error, timed_out
+from mixedkv.server.fields import Model, Name, Text, ignored
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.pending import or_disconnect
 from mixedkv.server.state import ServerState, model_of, read_prompt, tenant, time_left
-from mixedkv.server.unknown_fields import IGNORED
 
 router = APIRouter(route_class=JSONRoute)
 _CHUNK = 1 << 16
@@ -177,7 +176,7 @@ class RerankRequest(Model):
     model: Name | None = None
     top_n: Annotated[int, Field(ge=1)] | None = Field(None, description="Only so many, the best ones.")
     return_documents: bool | None = Field(None, description="Results have their texts.")
-    user: Name | None = Field(None, description=IGNORED)
+    user: Name | None = ignored()
 
 
 @router.post("/v1/rerank")

@@ -52,7 +52,7 @@ def sampling(server: ServerState, body: GenerationFields, constraint: Constraint
     Raises:
         ApiError: 400, a value is out of its range.
     """
-    seed = body.seed if body.seed is not None else server.settings.seed
+    seed = body.seed if body.seed is not None else server.sampling.get("seed")
     seed = secrets.randbits(32) if seed is None else seed
     bias = tuple((_token_id(key), value) for key, value in (body.logit_bias or {}).items())
     given: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
@@ -137,7 +137,7 @@ def make_jobs(
         ]
         return engine.prepare(requests, n)
     except ContextLengthError as error:
-        raise from_engine(error, param) from None
+        raise from_engine(error, param) from error
     except ValueError as error:
         raise _bad_field(error) from None
 
@@ -262,11 +262,11 @@ def constraint_of(body: GenerationFields, schema: Constraint | None = None) -> C
 
 
 def _check_reuse(server: ServerState, body: GenerationFields) -> None:
-    if body.reuse == "chunks" and server.settings.reuse != "chunks":
+    if body.reuse == "chunks" and not server.settings.reuses_chunks:
         raise bad_request(
             "this server reuses no chunks: start it with --reuse chunks, or ask for exact or prefix", "reuse"
         )
-    if body.chunks is not None and server.settings.reuse != "chunks":
+    if body.chunks is not None and not server.settings.reuses_chunks:
         raise bad_request("this server reuses no chunks: start it with --reuse chunks", "chunks")
     if body.reuse is not None and body.use_kv_cache is False:
         raise bad_request(f"reuse={body.reuse} and use_kv_cache=false exclude each other: give one", "reuse")

@@ -14,9 +14,8 @@ from mixedkv.engine.chat.chat_template import RenderedChat
 from mixedkv.engine.jobs.answer_state import Delta, Done
 from mixedkv.engine.jobs.job import Job
 from mixedkv.server.api.chat_jobs import message_of
-from mixedkv.server.api.chat_message import Message
 from mixedkv.server.api.rendering import template_message
-from mixedkv.server.api.schemas import ChatRequest, CompletionRequest, GenerationFields
+from mixedkv.server.api.schemas import ChatRequest, CompletionRequest, GenerationFields, Message
 from mixedkv.server.api.sse import SentAnswer, respond
 from mixedkv.server.api_error import ApiError, bad_request, session_error
 from mixedkv.server.state import ServerState

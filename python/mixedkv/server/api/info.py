@@ -1,22 +1,43 @@
-"""GET /v1/models, /v1/stats, /health, /ready and /metrics."""
+"""Tells of the server itself: GET /v1/models, /v1/stats, /health, /ready, /metrics, its pages, and
+/v1/cache/messages, the KV of messages by their ids.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
+from fastapi import Path as InPath
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from mixedkv.doors.keys import MetricsKey
 from mixedkv.errors import ModelChangedError
+from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.server.api_error import ApiError, from_engine
 from mixedkv.server.described import Described
 from mixedkv.server.snapshot import of_tenant, snapshot
-from mixedkv.server.state import ServerState, model_of, server_state, tenant
+from mixedkv.server.state import ServerState, in_thread, model_of, server_state, tenant
+from mixedkv.store.results import MessageInfo
 
 router = APIRouter()
+MessageId = Annotated[str, InPath(max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
+_MAX_PAGE = 1000
+_FOLDER = Path(__file__).parents[1] / "page"
+_KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_FILES = {path.name: path for path in _FOLDER.glob("*") if path.suffix in _KINDS}
+_CHAT_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'; "
+)
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
 
 
 @router.get("/v1/models")
@@ -126,3 +147,90 @@ def _model(server: Described) -> dict[str, Any]:
             "loaded": server.loaded,
         },
     }
+
+
+@router.get("/v1/cache/messages")
+async def list_messages(request: Request, limit: Annotated[int, Query(ge=1, le=_MAX_PAGE)] = 100) -> Response:
+    """List the tenant's messages whose KV is stored, the latest first."""
+    owner = tenant(request)
+    found = await in_thread(server_state(request).session_kv.messages, owner, None)
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": [_describe(info) for info in found[:limit]],
+            "has_more": len(found) > limit,
+        }
+    )
+
+
+@router.get("/v1/cache/messages/{message_id}")
+async def get_message(message_id: MessageId, request: Request) -> Response:
+    """Return the entries that a message ends in, with their size and age."""
+    owner = tenant(request)
+    found = await in_thread(server_state(request).session_kv.messages, owner, message_id)
+    if not found:
+        raise _unknown(message_id)
+    return JSONResponse(
+        {"object": "cached_message", "message_id": message_id, "entries": [_describe(info) for info in found]}
+    )
+
+
+@router.delete("/v1/cache/messages/{message_id}")
+async def delete_message(message_id: MessageId, request: Request) -> Response:
+    """Remove a message's KV from the store and from idle sequences, and all that builds on it."""
+    owner = tenant(request)
+    n = await in_thread(server_state(request).session_kv.remove_message, owner, message_id)
+    if not n:
+        raise _unknown(message_id)
+    return JSONResponse(
+        {"object": "cached_message.deleted", "message_id": message_id, "deleted": True, "entries": n}
+    )
+
+
+def _describe(info: MessageInfo) -> dict[str, Any]:
+    return {
+        "message_id": info.message_id,
+        "entry": info.entry,
+        "n_tokens": info.n_tokens,
+        "bytes": info.nbytes,
+        "created": int(info.created),
+        "age_seconds": round(max(0.0, time.time() - info.created), 3),
+        "used": int(info.used),
+        "cache": info.label,
+    }
+
+
+def _unknown(message_id: str) -> ApiError:
+    message = (
+        f"message_id {message_id!r}: nothing is stored under it; KV is stored once an answer is done, by a "
+        "server with --store"
+    )
+    return ApiError(404, message, param="message_id", code="message_not_found")
+
+
+@router.get("/", include_in_schema=False)
+async def chat_page(request: Request) -> Response:
+    """Return the chat page, or the statistics if no model generates text."""
+    if not any(each.generates for each in server_state(request).all):
+        return RedirectResponse("stats")
+    return _file("chat.html", _CHAT_POLICY)
+
+
+@router.get("/stats", include_in_schema=False)
+async def stats_page() -> Response:
+    return _file("stats.html")  # the page's <meta> has the rest of its policy
+
+
+@router.get("/page/{name}", include_in_schema=False)
+async def page_file(name: str) -> Response:
+    return _file(name if name.endswith((".css", ".js")) else "")
+
+
+def _file(name: str, policy: str = "") -> Response:
+    if name not in _FILES:
+        raise ApiError(404, "the page has no such file")
+    # not a FileResponse, which would also answer thousands of ranges
+    path = _FILES[name]
+    kind = f"{_KINDS[path.suffix]}; charset=utf-8"
+    headers = {**_HEADERS, "Content-Security-Policy": policy + "frame-ancestors 'none'"}
+    return Response(path.read_bytes(), media_type=kind, headers=headers)

@@ -16,7 +16,6 @@ from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.jobs.answer_state import Delta, Done
 from mixedkv.engine.jobs.job import Job
 from mixedkv.limits import INT32_MAX
-from mixedkv.server.api.fields import MAX_FIELDS, Few, Finite, Model, Name, Text
 from mixedkv.server.api.generation import constraint_of, make_jobs, prompt_progress, slides
 from mixedkv.server.api.logprobs import chat_logprobs, prompt_logprobs
 from mixedkv.server.api.rendering import chat_of, rendered_text
@@ -30,6 +29,7 @@ from mixedkv.server.api.schemas import (
 )
 from mixedkv.server.api.sse import PING, SentAnswer, respond, sse
 from mixedkv.server.api_error import bad_request, prompt_error
+from mixedkv.server.fields import Few, Finite, Model, Name, Text
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import ServerState, model_of, read_prompt, tenant
 
@@ -102,7 +102,7 @@ class ExtraFile(Model):
 class InfillRequest(LlamaServerFields):
     input_prefix: Text
     input_suffix: Text
-    input_extra: Annotated[list[ExtraFile], Field(max_length=MAX_FIELDS, fail_fast=True)] | None = None
+    input_extra: Annotated[list[ExtraFile], Field(max_length=256, fail_fast=True)] | None = None
     prompt: Text | None = Field(None, description="The beginning of what is missing.")
 
 

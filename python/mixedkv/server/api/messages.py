@@ -1,29 +1,300 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API. Bodies become chats of OpenAI's."""
 
 from __future__ import annotations
 
-import re
-from typing import Any
+import json
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import Field, model_validator
 from starlette.responses import JSONResponse, Response
 
 from mixedkv.engine.chat.chat_template import RenderedChat
 from mixedkv.engine.jobs.answer_state import Delta, Done
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.text.answer_reader import Part
+from mixedkv.errors import ContextLengthError
 from mixedkv.ids import new_id
-from mixedkv.server.api.chat_jobs import chat_jobs, chat_tokens, translated
-from mixedkv.server.api.message_schemas import CountRequest, MessagesRequest
-from mixedkv.server.api.schemas import ChatFields, ChatRequest
+from mixedkv.server.api.chat_jobs import chat_tokens, translated, translated_jobs
+from mixedkv.server.api.schemas import ChatFields, TextOnly, TextOrImages
 from mixedkv.server.api.sse import SentAnswer, named_sse, respond
-from mixedkv.server.api_error import ApiError
+from mixedkv.server.api_error import ApiError, bad_request
+from mixedkv.server.fields import (
+    PREFIX_FOUND,
+    CallId,
+    Few,
+    Filtered,
+    Finite,
+    FunctionName,
+    MessageList,
+    Model,
+    Name,
+    Positive,
+    StopTexts,
+    Text,
+    TextOrList,
+    ToolList,
+    TopK,
+    Whole,
+    WithoutHosted,
+    about,
+    ignored,
+    ranged,
+)
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import ServerState, model_of, read_prompt, tenant
 
 router = APIRouter(route_class=JSONRoute)
 
-_TOO_LONG = re.compile(r"the prompt has (\d+) tokens, the context takes 1 to (\d+)")
+
+class CacheControl(Model):
+    type: Literal["ephemeral"]
+    ttl: Name | None = None
+
+
+class Block(Model):
+    cache_control: CacheControl | None = about(PREFIX_FOUND)
+    citations: None = None
+
+
+class TextBlock(Block):
+    type: Literal["text"]
+    text: Text
+
+
+TextOrBlocks = Annotated[TextOrList[TextBlock], TextOnly]
+
+
+class ImageSource(Model):
+    type: Literal["base64", "url"]
+    media_type: Name | None = None
+    data: Text | None = None
+    url: Text | None = None
+
+    @model_validator(mode="after")
+    def _has_what_it_says(self) -> ImageSource:
+        if (self.data if self.type == "base64" else self.url) is None:
+            raise ValueError(f"type {self.type}: {'data' if self.type == 'base64' else 'url'} is missing")
+        return self
+
+    @property
+    def as_url(self) -> str:
+        return self.url or f"data:{self.media_type or 'image/png'};base64,{self.data}"
+
+
+class ImageBlock(Block):
+    type: Literal["image"]
+    source: ImageSource
+
+
+class ThinkingBlock(Block):
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Text | None = None
+
+
+class ToolUseBlock(Block):
+    type: Literal["tool_use"]
+    id: CallId
+    name: Name
+    input: dict[str, Any]
+    caller: Any = None
+
+
+class ToolResultBlock(Block):
+    type: Literal["tool_result"]
+    tool_use_id: CallId
+    content: TextOrBlocks | None = None
+    is_error: bool | None = None
+
+
+AnyBlock = Annotated[
+    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+]
+
+
+class MessageParam(Model):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[TextOrList[AnyBlock], TextOrImages]
+
+
+class CustomTool(Model):
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: Text | None = None
+    input_schema: dict[str, Any]
+    cache_control: CacheControl | None = about(PREFIX_FOUND)
+    strict: bool | None = None
+    eager_input_streaming: bool | None = None
+
+    def as_openai(self) -> dict[str, Any]:
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": function}
+
+
+class AnthropicChoice(Model):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Model):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Whole | None = None
+    display: Name | None = None
+
+
+class OutputConfig(Model):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: None = None
+
+
+# blocks that are answered with an error, as an answer without them would be about something else
+_MEDIA = ("image", "audio", "video", "input_audio", "file")
+_BLOCKS = ("text", "thinking", "tool_use", "tool_result", *_MEDIA)
+_BILLING = "x-anthropic-billing-header:"  # another one each turn, before all else
+
+
+class CountRequest(WithoutHosted):
+    """A request to count the tokens of a prompt."""
+
+    model: Name | None = None
+    messages: MessageList[MessageParam]
+    system: TextOrBlocks | None = None
+    tools: ToolList[CustomTool] | None = None
+    tool_choice: AnthropicChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = about(PREFIX_FOUND)
+
+    @classmethod
+    def drop_hosted(cls, body: dict[str, Any], filtered: Filtered) -> dict[str, Any]:
+        if "tools" in body:
+            body["tools"] = filtered.of("tools[]", body["tools"], (None, "custom"))
+        if isinstance(messages := body.get("messages"), list):
+            body["messages"] = [_without_hosted(message, filtered) for message in messages]
+        system = body.get("system")
+        if isinstance(system, list) and system and _is_billing(system[0]):
+            filtered.dropped.append("system.billing_header")
+            body["system"] = system[1:]
+        return body
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of OpenAI's chat for the prompt."""
+        messages = [message for param in self.messages for message in _messages(param)]
+        if system := _text(self.system):
+            messages.insert(0, {"role": "system", "content": system})
+        effort = self.output_config.effort if self.output_config is not None else None
+        thinks = None if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+        last = messages[-1]
+        return {
+            "messages": messages,
+            "tools": [tool.as_openai() for tool in self.tools or ()] or None,
+            "chat_template_kwargs": thinks,
+            "reasoning_effort": "xhigh" if effort == "max" else effort,
+            "continue_final_message": last["role"] == "assistant" and not last.get("tool_calls"),
+        }
+
+
+class MessagesRequest(CountRequest):
+    max_tokens: Positive
+    stop_sequences: StopTexts | None = None
+    stream: bool | None = None
+    temperature: Finite | None = ranged("temperature")
+    top_p: Finite | None = ranged("top_p")
+    top_k: TopK | None = None
+    metadata: Annotated[dict[Name, Any], Few] | None = ignored()
+    service_tier: Name | None = ignored()
+
+    def as_chat(self) -> dict[str, Any]:
+        """Return the request as a chat of OpenAI's.
+
+        Raises:
+            ApiError: 400, it has no translation.
+        """
+        same = {
+            name: getattr(self, name) for name in ("max_tokens", "stream", "temperature", "top_p", "top_k")
+        }
+        thinking = self.thinking if self.thinking and self.thinking.type == "enabled" else None
+        return {
+            **self.fields(),
+            **_choice(self.tool_choice),
+            **same,
+            "stop": self.stop_sequences or None,
+            "reasoning_budget_tokens": thinking.budget_tokens if thinking else None,
+        }
+
+
+def _is_billing(block: Any) -> bool:
+    return isinstance(block, dict) and str(block.get("text", "")).startswith(_BILLING)
+
+
+def _without_hosted(message: Any, filtered: Filtered) -> Any:
+    if not isinstance(message, dict):
+        return message
+    content = filtered.of("messages[].content[]", message.get("content"), _BLOCKS)
+    for i, block in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(block, dict) and block.get("type") == "tool_result" and "content" in block:
+            result = filtered.of("messages[].content[]", block["content"], ("text", *_MEDIA))
+            content[i] = {**block, "content": result}
+    return {**message, "content": content} if "content" in message else message
+
+
+def _choice(choice: AnthropicChoice | None) -> dict[str, Any]:
+    if choice is None:
+        return {}
+    wanted: Any = "required" if choice.type == "any" else choice.type
+    if choice.type == "tool":
+        if not choice.name:
+            raise bad_request("tool_choice.name is missing: say which tool", "tool_choice")
+        wanted = {"type": "function", "function": {"name": choice.name}}
+    disabled = choice.disable_parallel_tool_use
+    return {"tool_choice": wanted, "parallel_tool_calls": None if disabled is None else not disabled}
+
+
+def _text(content: str | list[TextBlock] | None) -> str:
+    return "\n".join(block.text for block in content) if isinstance(content, list) else content or ""
+
+
+def _messages(param: MessageParam) -> list[dict[str, Any]]:
+    """Return messages in OpenAI's form. Results of tools are messages of their own, and come first."""
+    if isinstance(param.content, str):
+        return [{"role": param.role, "content": param.content}]
+    results: list[dict[str, Any]] = []
+    thoughts, calls, shown = [], [], []
+    for block in param.content:
+        if isinstance(block, ToolResultBlock):
+            text = _text(block.content)
+            results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+        elif isinstance(block, ThinkingBlock):
+            thoughts.append(block.thinking)
+        elif isinstance(block, ToolUseBlock):
+            function = {"name": block.name, "arguments": json.dumps(block.input)}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        else:
+            shown.append(block)
+    if results and not (shown or thoughts or calls):
+        return results
+    message: dict[str, Any] = {"role": param.role, "content": _content(shown)}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return [*results, message]
+
+
+def _content(blocks: list[TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:
+    """Return the text of content blocks, each on a line of its own; with images, parts."""
+    parts: list[dict[str, Any]] = []
+    for block in blocks:
+        parts += [{"type": "text", "text": "\n"}] if parts else []
+        if isinstance(block, TextBlock):
+            parts.append({"type": "text", "text": block.text})
+        else:
+            parts.append({"type": "image_url", "image_url": {"url": block.source.as_url}})
+    if any(isinstance(block, ImageBlock) for block in blocks):
+        return parts
+    return "".join(part["text"] for part in parts)
 
 
 @router.post("/v1/messages")
@@ -32,10 +303,10 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     owner = tenant(request)
     server = model_of(request, body.model)
     try:
-        jobs, chat = await read_prompt(request, _jobs, server, body, owner)
+        jobs, chat = await read_prompt(request, translated_jobs, server, body.as_chat, owner)
     except ApiError as error:
-        if any(each.role == "assistant" for each in body.messages):  # Claude Code then shortens its history
-            error.message = _TOO_LONG.sub(r"prompt is too long: \1 tokens > \2 maximum", error.message)
+        if any(each.role == "assistant" for each in body.messages):
+            _say_it_is_too_long(error)
         raise
     answer = _Answer(server, body, jobs[0], chat)
     return await respond(request, server, jobs, answer, stream=body.stream is True, large=False)
@@ -48,8 +319,11 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
     return JSONResponse({"input_tokens": await read_prompt(request, _count, server, body)})
 
 
-def _jobs(server: ServerState, body: MessagesRequest, owner: str) -> tuple[list[Job], RenderedChat]:
-    return chat_jobs(server, translated(ChatRequest, body.as_chat()), owner, None)
+def _say_it_is_too_long(error: ApiError) -> None:
+    """Write the error for a prompt that is too long so that Claude Code shortens its history."""
+    if isinstance(cause := error.__cause__, ContextLengthError) and cause.most:
+        remedy = error.message.partition(": ")[2]
+        error.message = f"prompt is too long: {cause.n_tokens} tokens > {cause.most} maximum: {remedy}"
 
 
 def _count(server: ServerState, body: CountRequest) -> int:

@@ -6,14 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from mixedkv.limits import INT32_MAX, RANGES
-from mixedkv.server.api.fields import (
+from mixedkv.server.api.schemas import AnyChoice, Tool
+from mixedkv.server.fields import (
     FLAG,
     LIST,
     MAX_MESSAGES,
-    MAX_TOOLS,
     NUMBER,
     OBJECT,
     REFUSED,
@@ -26,11 +26,14 @@ from mixedkv.server.api.fields import (
     SamplingFields,
     Stop,
     Text,
+    ToolList,
+    TopLogprobs,
+    Whole,
+    about,
+    ignored,
     one_of,
 )
-from mixedkv.server.api.schemas import AnyChoice, Tool
 from mixedkv.server.settings import parse_keep_alive
-from mixedkv.server.unknown_fields import IGNORED
 
 _MAX_IMAGES = 64
 _SIGNATURES = {"/9j/": "jpeg", "iVBOR": "png", "R0lGOD": "gif", "UklGR": "webp"}  # in Base64
@@ -40,32 +43,25 @@ _ONLY_ANOTHER_SERVER = "Accepted: it says how Ollama loads a model."
 class OllamaOptions(SamplingFields):
     """Options for generating answers. Those about loading a model are ignored."""
 
-    num_predict: Annotated[int, Field(ge=-2, le=INT32_MAX)] | None = Field(
-        None, description="Tokens of the answer at most; below zero: as many as there is room for."
+    num_predict: Annotated[int, Field(ge=-2, le=INT32_MAX)] | None = about(
+        "Tokens of the answer at most; below zero: as many as there is room for."
     )
     stop: Stop | None = None
-    repeat_penalty: Annotated[Finite, Field(ge=0, le=RANGES["repeat_penalty"][1])] | None = Field(
-        None, description="0 is none, as clients send it that mean OpenAI's frequency_penalty."
+    repeat_penalty: Annotated[Finite, Field(ge=0, le=RANGES["repeat_penalty"][1])] | None = about(
+        "0 is none, as clients send it that mean OpenAI's frequency_penalty."
     )
-    num_ctx: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
-        None, description="Ignored: the context is the server's `--n-ctx`."
-    )
-    numa: Any = Field(None, description=_ONLY_ANOTHER_SERVER)
-    num_batch: Any = Field(None, description=_ONLY_ANOTHER_SERVER)
-    num_gpu: Any = Field(None, description=_ONLY_ANOTHER_SERVER)
-    num_thread: Any = Field(None, description=_ONLY_ANOTHER_SERVER)
-    use_mmap: Any = Field(None, description=_ONLY_ANOTHER_SERVER)
+    num_ctx: Whole | None = about("Ignored: the context is the server's `--n-ctx`.")
+    numa: Any = about(_ONLY_ANOTHER_SERVER)
+    num_batch: Any = about(_ONLY_ANOTHER_SERVER)
+    num_gpu: Any = about(_ONLY_ANOTHER_SERVER)
+    num_thread: Any = about(_ONLY_ANOTHER_SERVER)
+    use_mmap: Any = about(_ONLY_ANOTHER_SERVER)
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of OpenAI's request."""
         most = self.num_predict
-        same = self.model_dump(
-            include={*OllamaOptions.model_fields}
-            - {"num_predict", "num_ctx", "seed", "repeat_penalty", *_LOADING},
-            exclude_none=True,
-        )
         return {
-            **same,
+            **self.model_dump(exclude={"num_predict", "num_ctx", *_LOADING}, exclude_none=True),
             "seed": self.seed if self.seed is not None and self.seed >= 0 else None,
             "max_tokens": most if most is not None and most > 0 else None,
             "repeat_penalty": 1.0 if self.repeat_penalty == 0 else self.repeat_penalty,
@@ -75,36 +71,27 @@ class OllamaOptions(SamplingFields):
 _LOADING = ("numa", "num_batch", "num_gpu", "num_thread", "use_mmap")
 
 
+Stay = Annotated[  # seconds, once it is read
+    Annotated[Finite, NUMBER] | Annotated[Text, TEXT],
+    one_of("seconds, or a text such as 10m"),
+    AfterValidator(parse_keep_alive),
+]
+
+
 class KeepAlive(Model):
     """The fields of all requests that use a model."""
 
     model: Name | None = None
-    keep_alive: (
-        Annotated[Annotated[Finite, NUMBER] | Annotated[Text, TEXT], one_of("seconds, or a text such as 10m")]
-        | None
-    ) = Field(
-        None,
-        description="How long the model stays in memory after this request: seconds, or a text such as 10m; "
-        "below zero for ever. Ignored by a server of one model without --keep-alive.",
+    keep_alive: Stay | None = about(
+        "How long the model stays in memory after this request: seconds, or a text such as 10m; below zero "
+        "for ever. Ignored by a server of one model without --keep-alive."
     )
-
-    @property
-    def seconds_to_stay(self) -> float | None:
-        """Seconds that the model stays in memory; None for the server's default."""
-        return None if self.keep_alive is None else parse_keep_alive(self.keep_alive)
-
-    @field_validator("keep_alive")
-    @classmethod
-    def _is_a_time(cls, keep_alive: float | str | None) -> float | str | None:
-        if keep_alive is not None:
-            parse_keep_alive(keep_alive)
-        return keep_alive
 
 
 class OllamaRequest(KeepAlive):
     """The fields that /api/chat and /api/generate have in common."""
 
-    stream: bool | None = Field(None, description="Default: true.")
+    stream: bool | None = about("Default: true.")
     options: OllamaOptions | None = None
     format: (
         Annotated[
@@ -112,7 +99,7 @@ class OllamaRequest(KeepAlive):
             one_of("json or a JSON Schema"),
         ]
         | None
-    ) = Field(None, description="json, or a JSON Schema that the answer follows.")
+    ) = about("json, or a JSON Schema that the answer follows.")
     think: (
         Annotated[
             Annotated[bool, FLAG] | Annotated[Literal["low", "medium", "high"], TEXT],
@@ -121,7 +108,7 @@ class OllamaRequest(KeepAlive):
         | None
     ) = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: TopLogprobs | None = None
 
     @property
     def wanted(self) -> OllamaOptions:
@@ -154,12 +141,12 @@ class OllamaFunction(Model):
     arguments: Annotated[
         Annotated[dict[str, Any], OBJECT] | Annotated[Text, TEXT], one_of("an object, or its JSON")
     ] = Field(default_factory=dict)
-    index: Any = Field(None, description=IGNORED)
+    index: Any = ignored()
 
 
 class OllamaCall(Model):
     id: Name | None = None
-    type: Name | None = Field(None, description=IGNORED)
+    type: Name | None = ignored()
     function: OllamaFunction
 
 
@@ -167,9 +154,9 @@ class OllamaMessage(Model):
     role: Literal["system", "user", "assistant", "tool"]
     content: Text | None = None
     thinking: Text | None = None
-    images: Images | None = Field(None, description="Base64 of image files.")
-    tool_calls: Annotated[list[OllamaCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_name: Name | None = Field(None, description="Of role tool: the function whose result it is.")
+    images: Images | None = about("Base64 of image files.")
+    tool_calls: ToolList[OllamaCall] | None = None
+    tool_name: Name | None = about("Of role tool: the function whose result it is.")
     tool_call_id: Name | None = None
 
 
@@ -177,9 +164,9 @@ class OllamaChat(OllamaRequest):
     messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True), FewMessages] = (
         Field(default_factory=list)
     )
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: ToolList[Tool] | None = None
 
-    tool_choice: AnyChoice | None = Field(None, description="Ours, as OpenAI has it.")
+    tool_choice: AnyChoice | None = about("Ours, as OpenAI has it.")
 
     def as_chat(self) -> dict[str, Any]:
         """The same of OpenAI's."""
@@ -193,13 +180,13 @@ class OllamaChat(OllamaRequest):
 
 class OllamaGenerate(OllamaRequest):
     prompt: Text = ""
-    suffix: Text | None = Field(None, description="Comes after the answer, of models made for infilling.")
+    suffix: Text | None = about("Comes after the answer, of models made for infilling.")
     system: Text | None = None
-    images: Images | None = Field(None, description="Base64 of image files.")
-    raw: bool | None = Field(None, description="The prompt as it is, without the chat template.")
+    images: Images | None = about("Base64 of image files.")
+    raw: bool | None = about("The prompt as it is, without the chat template.")
     # known, but not supported by this server
-    template: Text | None = Field(None, description=REFUSED)
-    context: list[Any] | None = Field(None, description=REFUSED)
+    template: Text | None = about(REFUSED)
+    context: list[Any] | None = about(REFUSED)
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> OllamaGenerate:
@@ -233,20 +220,20 @@ class OllamaEmbed(KeepAlive):
         Annotated[Text, TEXT] | Annotated[list[Text], Field(max_length=2048, fail_fast=True), LIST],
         TEXT_OR_LIST,
     ]
-    truncate: bool | None = Field(None, description="Cut what is too long; default: true.")
-    dimensions: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
-    options: OllamaOptions | None = Field(None, description=IGNORED)
+    truncate: bool | None = about("Cut what is too long; default: true.")
+    dimensions: Whole | None = None
+    options: OllamaOptions | None = ignored()
 
 
 class OllamaEmbeddings(KeepAlive):
     prompt: Text = ""
-    options: OllamaOptions | None = Field(None, description=IGNORED)
+    options: OllamaOptions | None = ignored()
 
 
 class OllamaShow(Model):
     model: Name | None = None
-    name: Name | None = Field(None, description="A former name of model.")
-    verbose: bool | None = Field(None, description=IGNORED)
+    name: Name | None = about("A former name of model.")
+    verbose: bool | None = ignored()
 
 
 def _with_calls(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:

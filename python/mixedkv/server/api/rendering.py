@@ -10,8 +10,7 @@ from mixedkv.engine.chat.chat_template import Chat, RenderedChat, TemplateOption
 from mixedkv.engine.text.answer_reader import Call, Part
 from mixedkv.images.picture import PromptImage
 from mixedkv.images.pixels import read_data_url
-from mixedkv.server.api.chat_message import Message
-from mixedkv.server.api.schemas import ChatFields, ChatRequest, NamedTool, Tool
+from mixedkv.server.api.schemas import ChatFields, ChatRequest, Message, NamedTool, Tool
 from mixedkv.server.api_error import ApiError, bad_request, prompt_error
 from mixedkv.server.state import ServerState
 

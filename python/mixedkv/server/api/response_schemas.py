@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from mixedkv.limits import INT32_MAX
-from mixedkv.server.api.chat_message import TextOnly, TextOrImages, TextPart
-from mixedkv.server.api.fields import (
+from mixedkv.server.api.schemas import Metadata, StreamOptions, TextOnly, TextOrImages, TextPart
+from mixedkv.server.fields import (
     LIST,
-    MAX_MESSAGES,
-    MAX_TOOLS,
     OBJECT,
     REFUSED,
     TEXT,
     TEXT_OR_LIST,
-    FewMessages,
+    CallId,
+    Filtered,
     Finite,
+    FunctionName,
     Id,
+    MessageList,
     Model,
     Name,
+    Positive,
     Text,
+    TextOrList,
+    ToolList,
+    TopLogprobs,
+    WithoutHosted,
+    about,
+    ignored,
     one_of,
     ranged,
 )
-from mixedkv.server.api.hosted import Filtered, WithoutHosted, is_one_of
-from mixedkv.server.api.schemas import Metadata, StreamOptions
-from mixedkv.server.unknown_fields import IGNORED
 
 
 class OutputText(Model):
@@ -41,7 +46,7 @@ class OutputText(Model):
 class InputImage(Model):
     type: Literal["input_image"]
     image_url: Text
-    detail: Name | None = Field(None, description=IGNORED)
+    detail: Name | None = ignored()
 
 
 def _part(part: Any) -> str:
@@ -65,11 +70,7 @@ class Item(Model):
 class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        Annotated[Text, TEXT] | Annotated[list[AnyPart], Field(fail_fast=True), LIST],
-        TEXT_OR_LIST,
-        TextOrImages,
-    ]
+    content: Annotated[TextOrList[AnyPart], TextOrImages]
     phase: Name | None = None
 
     @model_validator(mode="after")
@@ -81,7 +82,7 @@ class MessageItem(Item):
 
 class CallItem(Item):
     type: Literal["function_call"]
-    call_id: Annotated[Name, Field(min_length=1)]
+    call_id: CallId
     name: Name
     arguments: Text
     namespace: None = None
@@ -90,10 +91,8 @@ class CallItem(Item):
 
 class ResultItem(Item):
     type: Literal["function_call_output"]
-    call_id: Annotated[Name, Field(min_length=1)]
-    output: Annotated[
-        Annotated[Text, TEXT] | Annotated[list[TextPart], Field(fail_fast=True), LIST], TEXT_OR_LIST, TextOnly
-    ]
+    call_id: CallId
+    output: Annotated[TextOrList[TextPart], TextOnly]
 
 
 class ReasoningText(Model):
@@ -122,12 +121,9 @@ AnyItem = Annotated[
 ]
 
 
-Items = Annotated[list[AnyItem], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), FewMessages]
-
-
 class FunctionTool(Model):
     type: Literal["function"]
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: FunctionName
     description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -148,7 +144,7 @@ class TextFormat(Model):
 
 class TextOptions(Model):
     format: TextFormat | None = None
-    verbosity: Name | None = Field(None, description=IGNORED)
+    verbosity: Name | None = ignored()
 
 
 class Reasoning(Model):
@@ -162,12 +158,12 @@ _KINDS = (None, "message", "function_call", "function_call_output", "reasoning")
 
 class ResponsesRequest(WithoutHosted):
     model: Name | None = None
-    input: Annotated[Annotated[Text, TEXT] | Annotated[Items, LIST], TEXT_OR_LIST]
+    input: Annotated[Annotated[Text, TEXT] | Annotated[MessageList[AnyItem], LIST], TEXT_OR_LIST]
     instructions: Text | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_output_tokens: Positive | None = None
     temperature: Finite | None = ranged("temperature")
     top_p: Finite | None = ranged("top_p")
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tools: ToolList[FunctionTool] | None = None
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], TEXT] | Annotated[NamedChoice, OBJECT],
@@ -180,36 +176,33 @@ class ResponsesRequest(WithoutHosted):
     reasoning: Reasoning | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    store: bool | None = Field(
-        None,
-        description="Kept for a day, for previous_response_id; default: true, in place of the oldest one "
+    store: bool | None = about(
+        "Kept for a day, for previous_response_id; default: true, in place of the oldest one "
         "where there is no room.",
     )
     metadata: Metadata | None = None
-    user: Name | None = Field(None, description=IGNORED)
-    safety_identifier: Name | None = Field(None, description=IGNORED)
-    service_tier: Name | None = Field(None, description=IGNORED)
-    prompt_cache_key: Name | None = Field(None, description=IGNORED)
-    prompt_cache_retention: Name | None = Field(None, description=IGNORED)
-    include: Annotated[list[Name], Field(max_length=20)] | None = Field(None, description=IGNORED)
-    truncation: Literal["auto", "disabled"] | None = Field(
-        None, description="auto: the middle goes of what does not fit; default: the server's `--overflow`."
+    user: Name | None = ignored()
+    safety_identifier: Name | None = ignored()
+    service_tier: Name | None = ignored()
+    prompt_cache_key: Name | None = ignored()
+    prompt_cache_retention: Name | None = ignored()
+    include: Annotated[list[Name], Field(max_length=20)] | None = ignored()
+    truncation: Literal["auto", "disabled"] | None = about(
+        "auto: the middle goes of what does not fit; default: the server's `--overflow`."
     )
-    max_tool_calls: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(None, description=IGNORED)
-    previous_response_id: Id | None = Field(
-        None, description="Of a response that is kept: its history goes before the input."
-    )
+    max_tool_calls: Positive | None = ignored()
+    previous_response_id: Id | None = about("Of a response that is kept: its history goes before the input.")
     # known, but not what this server does: see `_refuse_unsupported`
-    conversation: Any = Field(None, description=REFUSED)
-    background: bool | None = Field(None, description=REFUSED)
-    prompt: Any = Field(None, description=REFUSED)
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(None, description=REFUSED)
+    conversation: Any = about(REFUSED)
+    background: bool | None = about(REFUSED)
+    prompt: Any = about(REFUSED)
+    top_logprobs: TopLogprobs | None = about(REFUSED)
 
     @classmethod
     def drop_hosted(cls, body: dict[str, Any], filtered: Filtered) -> dict[str, Any]:
         for name, where, kinds in (("tools", "tools[]", ("function",)), ("input", "input[]", _KINDS)):
             if name in body:
-                given, body[name] = body[name], filtered.of(where, body[name], is_one_of(kinds))
+                given, body[name] = body[name], filtered.of(where, body[name], kinds)
                 if name == "input" and given and not body[name]:
                     raise ValueError(
                         "input: no item is of a type that this server has: give a message, function_call, "
@@ -217,7 +210,7 @@ class ResponsesRequest(WithoutHosted):
                     )
         choice = body.get("tool_choice")
         if isinstance(choice, dict) and choice.get("type") != "function":
-            filtered.note("tool_choice")
+            filtered.dropped.append("tool_choice")
             del body["tool_choice"]
         return body
 
@@ -235,60 +228,53 @@ class ResponsesRequest(WithoutHosted):
 
     def as_chat(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the request as a chat of these messages."""
-        choice = self.tool_choice
+        choice, system = self.tool_choice, {"role": "system", "content": self.instructions}
+        same = ("temperature", "top_p", "parallel_tool_calls", "stream")
         return {
-            "messages": [*self._instructed(), *messages],
+            **{name: getattr(self, name) for name in same},
+            "messages": [system, *messages] if self.instructions else messages,
             "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "tools": [_tool(tool) for tool in self.tools or ()] or None,
-            "tool_choice": _named(choice) if isinstance(choice, NamedChoice) else choice,
-            "parallel_tool_calls": self.parallel_tool_calls,
+            "tools": [_function(tool.model_dump(exclude={"type"})) for tool in self.tools or ()] or None,
+            "tool_choice": _function({"name": choice.name}) if isinstance(choice, NamedChoice) else choice,
             "response_format": _format(self.text.format) if self.text and self.text.format else None,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
-            "stream": self.stream,
             "overflow": {"auto": "slide", "disabled": "refuse"}.get(self.truncation or ""),
         }
 
-    def _instructed(self) -> Iterable[dict[str, Any]]:
-        if self.instructions:
-            yield {"role": "system", "content": self.instructions}
-
     def messages(self) -> Iterable[dict[str, Any]]:
-        """The input as the messages of a chat."""
+        """Yield the input as the messages of a chat: an assistant's thoughts, text and calls are one."""
         if isinstance(self.input, str):
             yield {"role": "user", "content": self.input}
             return
-        answer: dict[str, Any] = {}  # an assistant's thoughts, text and calls are one message
-        for item in self.input:
-            if isinstance(item, ResultItem) or (isinstance(item, MessageItem) and item.role != "assistant"):
-                if answer:
-                    yield answer
-                answer = {}
-                yield _said(item)
+        for is_answer, items in groupby(self.input, _is_of_an_answer):
+            if is_answer:
+                yield _answer(items)
             else:
-                answer = answer or {"role": "assistant", "content": ""}
-                _add(answer, item)
-        if answer:
-            yield answer
+                yield from map(_said, items)
 
 
-def _said(item: MessageItem | ResultItem) -> dict[str, Any]:
+def _is_of_an_answer(item: Any) -> bool:
+    return not isinstance(item, ResultItem) and getattr(item, "role", "assistant") == "assistant"
+
+
+def _said(item: Any) -> dict[str, Any]:
     if isinstance(item, ResultItem):
         return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
     return {"role": item.role, "content": _content(item.content)}
 
 
-def _add(answer: dict[str, Any], item: Item) -> None:
-    if isinstance(item, MessageItem):
-        answer["content"] += _text(item.content)
-    elif isinstance(item, CallItem):
-        function = {"name": item.name, "arguments": item.arguments}
-        call = {"id": item.call_id, "type": "function", "function": function}
-        answer.setdefault("tool_calls", []).append(call)
-    elif isinstance(item, ReasoningItem):
-        text = "".join(part.text for part in item.content or item.summary or ())
-        answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+def _answer(items: Iterable[Any]) -> dict[str, Any]:
+    answer: dict[str, Any] = {"role": "assistant", "content": ""}
+    for item in items:
+        if isinstance(item, MessageItem):
+            answer["content"] += _text(item.content)
+        elif isinstance(item, CallItem):
+            call = _function({"name": item.name, "arguments": item.arguments})
+            answer.setdefault("tool_calls", []).append({"id": item.call_id, **call})
+        else:
+            text = "".join(part.text for part in item.content or item.summary or ())
+            answer["reasoning_content"] = answer.get("reasoning_content", "") + text
+    return answer
 
 
 def _content(content: Any) -> Any:
@@ -306,12 +292,8 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-
-
-def _named(choice: NamedChoice) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": choice.name}}
+def _function(function: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": function}
 
 
 def _format(wanted: TextFormat) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -14,10 +15,9 @@ from mixedkv.engine.jobs.answer_state import Delta, Done
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.text.answer_reader import Part, ReadAnswer
 from mixedkv.ids import new_id
-from mixedkv.server.api.chat_jobs import chat_jobs, translated
+from mixedkv.server.api.chat_jobs import translated_jobs
 from mixedkv.server.api.kept_responses import ResponseId, find, history, keep, will_keep
 from mixedkv.server.api.response_schemas import ResponsesRequest
-from mixedkv.server.api.schemas import ChatRequest
 from mixedkv.server.api.sse import SentAnswer, named_sse, respond
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.json_body import JSONRoute
@@ -34,7 +34,8 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     before = await history(server, body.previous_response_id, owner)
     messages = [*before, *body.messages()]
     is_kept = await will_keep(server, owner, body.store, messages)
-    jobs, chat = await read_prompt(request, _jobs, server, body, owner, messages)
+    as_chat = partial(body.as_chat, messages)
+    jobs, chat = await read_prompt(request, translated_jobs, server, as_chat, owner)
     answer = _Answer(server, body, jobs[0], chat, is_kept)
 
     async def on_event(event: Delta | Done) -> None:
@@ -94,12 +95,6 @@ def _items(message: dict[str, Any]) -> list[dict[str, Any]]:
         if output.text or kind == "function_call":
             items.append(output.item("completed"))
     return items
-
-
-def _jobs(
-    server: ServerState, body: ResponsesRequest, owner: str, messages: list[dict[str, Any]]
-) -> tuple[list[Job], RenderedChat]:
-    return chat_jobs(server, translated(ChatRequest, body.as_chat(messages)), owner, None)
 
 
 class _Output:

@@ -2,76 +2,167 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import AliasChoices, BeforeValidator, Field, field_validator, model_validator
 
 from mixedkv.chunks.chunk_reuse import Repair
-from mixedkv.limits import INT32_MAX
+from mixedkv.images.picture import MARK
 from mixedkv.prompts.overflow import Overflow
-from mixedkv.server.api.chat_message import Messages, TextPart
-from mixedkv.server.api.fields import (
+from mixedkv.server.fields import (
     LIST,
     LISTS,
     MAX_SEED,
     MAX_STOPS,
-    MAX_TOOLS,
     OBJECT,
     PREFIX_FOUND,
     REFUSED,
     TEXT,
-    TEXT_OR_LIST,
     TEXTS,
+    CallId,
     Few,
     Finite,
+    FunctionName,
     Id,
+    MessageList,
     Model,
     Name,
+    Positive,
     SamplingFields,
+    Seed,
     Stop,
     Text,
-    Token,
+    TextOrList,
     Tokens,
-    few,
+    ToolList,
+    TopLogprobs,
+    Whole,
+    about,
     few_messages,
+    ignored,
     one_of,
+    ranged,
 )
-from mixedkv.server.unknown_fields import IGNORED
 from mixedkv.sessions import CreateContextCacheRequest
+from mixedkv.sessions.records import MAX_TTL, few
 
 _MAX_CHOICES = 64
 _MAX_INPUTS = 2048  # OpenAI's
 _MAX_VARIABLES = 64  # of a chat template
+_IMAGES = ("image", "image_url", "input_image")
+_MEDIA = ("image", "audio", "video", "file", "document")
+
+
+def _check_media(content: Any, taken: tuple[str, ...]) -> Any:
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str) or kind in taken:
+            continue
+        if kind.removeprefix("input_").startswith(_MEDIA):
+            what = "texts and images only (no audio or files)" if taken else "texts only"
+            raise ValueError(f"{kind[:40]}: this server takes {what} here: leave it out")
+    return content
+
+
+TextOnly = BeforeValidator(partial(_check_media, taken=()))
+TextOrImages = BeforeValidator(partial(_check_media, taken=_IMAGES))
+
+
+class TextPart(Model):
+    type: Literal["text", "input_text", "output_text"]
+    text: Text
+
+
+class ImageURL(Model):
+    url: Text
+    detail: Name | None = ignored()
+
+
+class ImagePart(Model):
+    type: Literal["image_url"]
+    image_url: ImageURL
+
+
+Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+
+
+class CalledFunction(Model):
+    name: Name
+    arguments: Text
+
+
+class ToolCall(Model):
+    id: CallId
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Model):
+    """A message of a chat: OpenAI's fields, and our own."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[TextOrList[Part] | None, TextOrImages] = None
+    name: Name | None = None
+    refusal: Text | None = None
+    message_id: Id | None = None
+    # fields of answers that clients may send back in the next turn
+    reasoning_content: Text | None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: ToolList[ToolCall] | None = None
+    tool_call_id: Name | None = about("Of role tool: the call that it answers.")
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @property
+    def text(self) -> str:
+        """The message's text, with `images.MARK` in the place of each image."""
+        if isinstance(self.content, list):
+            return "".join(part.text if isinstance(part, TextPart) else MARK for part in self.content)
+        return self.content or ""
+
+    @property
+    def images(self) -> list[str]:
+        """The URLs of the message's images."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
+
+    @model_validator(mode="after")
+    def _only_users_show_images(self) -> Message:
+        if self.role != "user" and self.images:
+            raise ValueError(f"content: an image in a message of role {self.role}: send it as user")
+        return self
+
+
+Messages = MessageList[Message]
 
 
 class StreamOptions(Model):
     include_usage: bool | None = None
-    include_obfuscation: bool | None = Field(None, description=IGNORED)
+    include_obfuscation: bool | None = ignored()
 
 
 class ChunkFields(Model):
     """Settings of one request for the passages that it reuses."""
 
-    repair: Repair | None = Field(None, description="How their edges are repaired; default: the server's.")
-    ratio: Annotated[Finite, Field(ge=0, le=1)] | None = Field(
-        None, description="Share of the reused tokens that is evaluated again."
+    repair: Repair | None = about("How their edges are repaired; default: the server's.")
+    ratio: Annotated[Finite, Field(ge=0, le=1)] | None = about(
+        "Share of the reused tokens that is evaluated again."
     )
-    overlap_k: Annotated[int, Field(ge=0, le=1024)] | None = Field(
-        None, description="Tokens at the edge of a passage that are evaluated again."
+    overlap_k: Annotated[int, Field(ge=0, le=1024)] | None = about(
+        "Tokens at the edge of a passage that are evaluated again."
     )
-    chunk_size: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = Field(
-        None, description="At least the server's: shorter passages than half of it are not reused."
+    chunk_size: Positive | None = about(
+        "At least the server's: shorter passages than half of it are not reused."
     )
-    boundary_window: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
-        None, description="Tokens by which an edge moves at most to the end of a sentence."
-    )
+    boundary_window: Whole | None = about("Tokens by which an edge moves at most to the end of a sentence.")
 
 
 class Function(Model):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    name: FunctionName
     description: Text | None = None
-    parameters: dict[str, Any] | None = Field(None, description="JSON Schema of an object.")
-    strict: bool | None = Field(None, description="Calls follow their schema with or without it.")
+    parameters: dict[str, Any] | None = about("JSON Schema of an object.")
+    strict: bool | None = about("Calls follow their schema with or without it.")
 
 
 class Tool(Model):
@@ -92,7 +183,6 @@ AnyChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], TEXT] | Annotated[NamedTool, OBJECT],
     one_of("none, auto, required, or a function"),
 ]
-Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 class JsonSchemaFormat(Model):
@@ -120,84 +210,69 @@ class Prediction(Model):
     """Text that the answer may be, or much of it."""
 
     type: Literal["content"]
-    content: Annotated[
-        Annotated[Text, TEXT] | Annotated[list[TextPart], Field(fail_fast=True), LIST], TEXT_OR_LIST
-    ]
+    content: TextOrList[TextPart]
 
     @property
     def text(self) -> str:
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
+Biases = Annotated[dict[Annotated[str, Field(max_length=10)], Annotated[Finite, Field(ge=-100, le=100)]], Few]
+Pattern = Annotated[Text, Field(max_length=65536)]
+
+
 class GenerationFields(SamplingFields):
     """The fields that chat and completions have in common."""
 
     model: Name | None = None
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_tokens: Positive | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop | None = None
-    logit_bias: (
-        Annotated[dict[Annotated[str, Field(max_length=10)], Annotated[Finite, Field(ge=-100, le=100)]], Few]
-        | None
-    ) = None
+    logit_bias: Biases | None = None
     # ours and llama.cpp's
-    grammar: Annotated[Text, Field(max_length=65536)] | None = Field(
-        None, description="GBNF the answer follows."
+    grammar: Pattern | None = about("GBNF the answer follows.")
+    regex: Pattern | None = about("Regular expression the whole answer matches.")
+    min_tokens: Whole | None = about("Of the answer before the model may end it.")
+    stop_token_ids: Annotated[list[Whole], Field(max_length=MAX_STOPS, fail_fast=True)] | None = about(
+        "Tokens that end the answer; they are not part of it."
     )
-    regex: Annotated[Text, Field(max_length=65536)] | None = Field(
-        None, description="Regular expression the whole answer matches."
+    prompt_logprobs: TopLogprobs | None = about(
+        "Of the prompt's tokens, as vLLM gives them: all of it is then evaluated."
     )
-    min_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
-        None, description="Of the answer before the model may end it."
+    return_progress: bool | None = about("A stream says how far its prompt is.")
+    ignore_eos: bool | None = about("Go on to max_tokens.")
+    speculation: Literal["off", "prompt-lookup", "draft-model", "mtp"] | None = about(
+        "How what comes next is guessed; default: as the server was started."
     )
-    stop_token_ids: Annotated[list[Token], Field(max_length=MAX_STOPS, fail_fast=True)] | None = Field(
-        None, description="Tokens that end the answer; they are not part of it."
+    use_kv_cache: bool | None = about("False: evaluate the whole prompt, keep no rows.")
+    reuse: Literal["exact", "prefix", "chunks"] | None = about(
+        "Which stored KV this answer may start from; default: the server's `--reuse`."
     )
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = Field(
-        None, description="Of the prompt's tokens, as vLLM gives them: all of it is then evaluated."
+    chunks: ChunkFields | None = about("How passages are found and repaired, with `--reuse chunks`.")
+    overflow: Overflow | None = about(
+        "slide drops the middle of what does not fit; default: the server's `--overflow`."
     )
-    return_progress: bool | None = Field(None, description="A stream says how far its prompt is.")
-    ignore_eos: bool | None = Field(None, description="Go on to max_tokens.")
-    speculation: Literal["off", "prompt-lookup", "draft-model", "mtp"] | None = Field(
-        None, description="How what comes next is guessed; default: as the server was started."
+    session_id: Id | None = about("Of /v1/context: its prompt goes before this one.")
+    append: bool | None = about("This turn becomes part of the session; default: as it was made.")
+    session_version: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = about(
+        "Answer only if the session is at this version."
     )
-    use_kv_cache: bool | None = Field(None, description="False: evaluate the whole prompt, keep no rows.")
-    reuse: Literal["exact", "prefix", "chunks"] | None = Field(
-        None, description="Which stored KV this answer may start from; default: the server's `--reuse`."
-    )
-    chunks: ChunkFields | None = Field(
-        None, description="How passages are found and repaired, with `--reuse chunks`."
-    )
-    overflow: Overflow | None = Field(
-        None, description="slide drops the middle of what does not fit; default: the server's `--overflow`."
-    )
-    session_id: Id | None = Field(None, description="Of /v1/context: its prompt goes before this one.")
-    append: bool | None = Field(
-        None, description="This turn becomes part of the session; default: as it was made."
-    )
-    session_version: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = Field(
-        None, description="Answer only if the session is at this version."
-    )
-    prompt_cache_key: Name | None = Field(None, description=PREFIX_FOUND)
-    user: Name | None = Field(None, description=IGNORED)
-    service_tier: Name | None = Field(None, description=IGNORED)
-    safety_identifier: Name | None = Field(None, description=IGNORED)
-    prompt_cache_retention: Name | None = Field(None, description=IGNORED)
+    prompt_cache_key: Name | None = about(PREFIX_FOUND)
+    user: Name | None = ignored()
+    service_tier: Name | None = ignored()
+    safety_identifier: Name | None = ignored()
+    prompt_cache_retention: Name | None = ignored()
 
     @model_validator(mode="after")
-    def _stream_options_need_stream(self) -> GenerationFields:
+    def _go_together(self) -> GenerationFields:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options goes with stream=true only")
         if self.return_progress and not self.stream:
             raise ValueError("return_progress goes with stream=true only")
         if self.prompt_logprobs is not None and self.stream:
             raise ValueError("prompt_logprobs goes without stream only")
-        return self
-
-    @model_validator(mode="after")
-    def _needs_a_session(self) -> GenerationFields:
         for name in ("append", "session_version"):
             if getattr(self, name) is not None and self.session_id is None:
                 raise ValueError(f"{name} goes with session_id only")
@@ -219,36 +294,34 @@ class ChatFields(Model):
     """The fields that a prompt is made of."""
 
     messages: Messages
-    tools: Tools | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
-        None, description="Given to the chat template; none: no thoughts, where it can do that."
+    tools: ToolList[Tool] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = about(
+        "Given to the chat template; none: no thoughts, where it can do that."
     )
-    chat_template_kwargs: Variables | None = Field(None, description="Variables of the chat template.")
-    continue_final_message: bool | None = Field(
-        None, description="The last message is the answer's beginning; the answer goes on from it."
+    chat_template_kwargs: Variables | None = about("Variables of the chat template.")
+    continue_final_message: bool | None = about(
+        "The last message is the answer's beginning; the answer goes on from it."
     )
 
 
 class ChatRequest(ChatFields, GenerationFields):
-    max_completion_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: TopLogprobs | None = None
     response_format: ResponseFormat | None = None
     tool_choice: AnyChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_budget_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = Field(
-        None, description="Tokens after which a thought is ended."
-    )
-    store: bool | None = Field(None, description=IGNORED)
-    metadata: Metadata | None = Field(None, description=IGNORED)
-    verbosity: Name | None = Field(None, description=IGNORED)
-    prediction: Prediction | None = Field(None, description="Drafts of the answer, evaluated at once.")
+    reasoning_budget_tokens: Whole | None = about("Tokens after which a thought is ended.")
+    store: bool | None = ignored()
+    metadata: Metadata | None = ignored()
+    verbosity: Name | None = ignored()
+    prediction: Prediction | None = about("Drafts of the answer, evaluated at once.")
     # known, but not what this server does: see `_refuse_unsupported`
-    functions: list[Any] | None = Field(None, description=REFUSED)
-    function_call: Any = Field(None, description=REFUSED)
-    modalities: list[Any] | None = Field(None, description=REFUSED)
-    audio: Any = Field(None, description=REFUSED)
-    web_search_options: Any = Field(None, description=REFUSED)
+    functions: list[Any] | None = about(REFUSED)
+    function_call: Any = about(REFUSED)
+    modalities: list[Any] | None = about(REFUSED)
+    audio: Any = about(REFUSED)
+    web_search_options: Any = about(REFUSED)
 
     @property
     def names_answers(self) -> bool:
@@ -282,19 +355,17 @@ Prompt = Annotated[
 
 def prompts_of(prompt: Prompt) -> list[str | list[int]]:
     """Return the prompts of a field that has one or several."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if isinstance(prompt[0], int):
-        return [prompt]
+    if isinstance(prompt, str) or isinstance(prompt[0], int):
+        return cast("list[str | list[int]]", [prompt])
     return list(cast("list[str | list[int]]", prompt))
 
 
 class CompletionRequest(GenerationFields):
     prompt: Prompt
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: TopLogprobs | None = None
     echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = Field(None, description=REFUSED)
-    suffix: Text | None = Field(None, description="Comes after the answer, of models made for infilling.")
+    best_of: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = about(REFUSED)
+    suffix: Text | None = about("Comes after the answer, of models made for infilling.")
 
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> CompletionRequest:
@@ -320,7 +391,7 @@ class WarmRequest(Model):
         | None
     ) = Field(None, validation_alias=AliasChoices("prompt", "text"))
     messages: Messages | None = None
-    tools: Tools | None = None
+    tools: ToolList[Tool] | None = None
 
     @model_validator(mode="after")
     def _one_of_both(self) -> WarmRequest:
@@ -341,7 +412,7 @@ class TokenizeRequest(Model):
 
 class DetokenizeRequest(Model):
     model: Name | None = None
-    tokens: Annotated[list[Token], Field(fail_fast=True)]
+    tokens: Annotated[list[Whole], Field(fail_fast=True)]
 
 
 class ApplyTemplateRequest(ChatFields):
@@ -353,9 +424,9 @@ class ContextRequest(CreateContextCacheRequest):
     `temperature` and `seed`.
     """
 
-    max_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
-    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
+    max_tokens: Positive | None = None
+    temperature: Finite | None = ranged("temperature")
+    seed: Seed | None = None
 
     _few_messages = field_validator("messages", mode="before")(few_messages)
 
@@ -373,26 +444,20 @@ class ContextRequest(CreateContextCacheRequest):
 
 
 class ContextPatch(Model):
-    ttl: Annotated[int, Field(ge=1, le=365 * 24 * 3600)]
+    ttl: Annotated[int, Field(ge=1, le=MAX_TTL)]
 
 
-EmbeddingInput = (
-    Annotated[Text, Field(min_length=1)]
-    | Annotated[
-        list[Annotated[Text, Field(min_length=1)]],
-        Field(min_length=1, max_length=_MAX_INPUTS, fail_fast=True),
-    ]
-    | Tokens
-    | Annotated[list[Tokens], Field(min_length=1, max_length=_MAX_INPUTS, fail_fast=True)]
-)
+_INPUTS = Field(min_length=1, max_length=_MAX_INPUTS, fail_fast=True)
+Input = Annotated[Text, Field(min_length=1)]
+EmbeddingInput = Input | Annotated[list[Input], _INPUTS] | Tokens | Annotated[list[Tokens], _INPUTS]
 
 
 class EmbeddingRequest(Model):
     input: EmbeddingInput
     model: Name | None = None
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
-    user: Name | None = Field(None, description=IGNORED)
+    dimensions: Positive | None = None
+    user: Name | None = ignored()
 
     @field_validator("input", mode="before")
     @classmethod
@@ -416,5 +481,4 @@ class EmbeddingRequest(Model):
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        one = isinstance(self.input, str) or isinstance(self.input[0], int)
-        return [self.input] if one else self.input  # type: ignore[list-item, return-value]
+        return prompts_of(self.input)

@@ -93,7 +93,7 @@ class OwnPagesOnly:
             return ApiError(
                 403,
                 f"this server without keys takes requests to 127.0.0.1, [::1] or localhost only, not to "
-                f"{host[:_SHOWN]!r}: serve with --allowed-host {_name(host)[:_SHOWN]} if that is its name, "
+                f"{host[:_SHOWN]!r}: serve with --allow {_name(host)[:_SHOWN]} if that is its name, "
                 "with keys, or with --allow-no-keys if everybody who can reach it may use it",
                 code="host_not_allowed",
             )
@@ -103,7 +103,7 @@ class OwnPagesOnly:
             return ApiError(
                 403,
                 f"this server without keys takes no requests from pages of other sites, here "
-                f"{origin[:_SHOWN]!r}: serve with --cors-origin {origin[:_SHOWN]} if that site may "
+                f"{origin[:_SHOWN]!r}: serve with --allow {origin[:_SHOWN]} if that site may "
                 "use it, or with keys",
                 code="origin_not_allowed",
             )

@@ -14,10 +14,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mixedkv.errors import ClosedError, QueueFullError
-from mixedkv.server.api.fields import Model, Name
 from mixedkv.server.api.ollama import named_model, without_answer
 from mixedkv.server.api.ollama_schemas import OllamaChat, OllamaGenerate
 from mixedkv.server.api_error import ApiError, from_engine
+from mixedkv.server.fields import Model, Name
 from mixedkv.server.http.json_body import BodyParser, parse
 from mixedkv.server.http.middleware import without
 from mixedkv.server.pending import Disconnected, or_disconnect

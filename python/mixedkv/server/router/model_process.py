@@ -156,8 +156,8 @@ async def _line(stream: asyncio.StreamReader) -> bytes:
 
 _PORT = re.compile(r"(tcp://.*:)(\d{1,5})")
 _OF_THE_ROUTER = (  # settings that only the router follows
-    *("host", "port", "root_path", "tls_cert", "tls_key", "cors_origin", "allowed_host", "access_log"),
-    *("keep_alive", "max_loaded", "warm", "warm_text"),
+    *("host", "port", "root_path", "tls_cert", "tls_key", "allow", "access_log"),
+    *("keep_alive", "max_loaded", "warm"),
 )
 _OF_KV = ("store", "store_key_file", "store_remote", "kv_events")  # settings for models that generate
 
@@ -174,7 +174,7 @@ def child_settings(
         folder: for the socket, and for sessions that are kept nowhere else.
     """
     model, adapters = members[0], members[1:]
-    left_out = (*_OF_THE_ROUTER, *(_OF_KV if only_embeds(file) else ()), "draft_model" if number else "")
+    left_out = (*_OF_THE_ROUTER, *(_OF_KV if only_embeds(file) else ()))
     fields: dict[str, Any] = {name: getattr(settings, name) for name in settings.model_fields_set}
     for name in left_out:
         fields.pop(name, None)
@@ -198,7 +198,7 @@ def child_settings(
 def _speculation(settings: ServerSettings, file: ModelFile, number: int) -> str:
     """Return how a model drafts: by text that repeats itself where it lacks what the first model has."""
     lacks_layers = settings.speculation == "mtp" and not n_mtp_layers(file)
-    if number and (lacks_layers or settings.speculation == "draft-model"):
+    if number and (lacks_layers or settings.draft_model):
         return "prompt-lookup"
     return settings.speculation
 
@@ -218,11 +218,9 @@ def _events(settings: ServerSettings, name: str, number: int, embeds: bool) -> d
     """
     if not settings.kv_events or embeds:
         return {}
-    if not number:
-        return {"kv_events_topic": settings.kv_events_topic.replace("{model}", name)}
-    if (found := _PORT.fullmatch(settings.kv_events)) is None:
-        raise ValueError(f"kv_events={settings.kv_events!r}: several models need tcp://HOST:PORT")
-    return {
-        "kv_events": f"{found[1]}{int(found[2]) + number}",
-        "kv_events_topic": settings.kv_events_topic.replace("{model}", name),
-    }
+    where, mark, topic = settings.kv_events.partition("#")
+    if number:
+        if (found := _PORT.fullmatch(where)) is None:
+            raise ValueError(f"kv_events={settings.kv_events!r}: several models need tcp://HOST:PORT")
+        where = f"{found[1]}{int(found[2]) + number}"
+    return {"kv_events": where + mark + topic.replace("{model}", name)}

@@ -32,6 +32,7 @@ from mixedkv.server.api.info import check_metrics_key
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.app import App, all_routes, dress, include_endpoints
 from mixedkv.server.described import description
+from mixedkv.server.http.json_body import SaidOnce
 from mixedkv.server.models import ServedModel, check_adapters, check_files, check_keeps, served_models
 from mixedkv.server.router.exchange import ENDED, get
 from mixedkv.server.router.forward import forward, pass_on
@@ -39,7 +40,6 @@ from mixedkv.server.router.model_process import ModelLoadError, ModelProcess, ch
 from mixedkv.server.router.processes import Processes, RoutedModel, routed
 from mixedkv.server.settings import ServerSettings
 from mixedkv.server.state import model_of, tenant
-from mixedkv.server.unknown_fields import SaidOnce
 from mixedkv.server.warming import WarmLine, write_warm_file
 
 _METRICS_SECONDS = 5.0

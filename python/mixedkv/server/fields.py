@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any
+import re
+from collections.abc import Collection, Iterable
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -12,19 +13,22 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
     Tag,
     model_validator,
 )
+from typing_extensions import Self
 
 from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.limits import INT32_MAX, RANGES
-from mixedkv.server.unknown_fields import IGNORED as IGNORED
+from mixedkv.sessions.records import few
 
+IGNORED = "Accepted and ignored."  # beginning of the description of a field without effect
 MAX_SEED = 2**63 - 1
 MAX_STOPS = 16
 MAX_TOOLS = 128  # OpenAI's
 MAX_MESSAGES = 4096  # of a request
-MAX_FIELDS = 256  # fields of one of our objects
 _MAX_ENTRIES = 4096  # fields of logit_bias and metadata
 
 
@@ -36,13 +40,6 @@ def _encodable(text: str) -> str:
     return text
 
 
-def few(value: Any, most: int = MAX_FIELDS) -> Any:
-    """Return a validator for the number of fields, which runs before each gets an error of its own."""
-    if isinstance(value, dict) and len(value) > most:
-        raise ValueError(f"it has {len(value)} fields, at most {most} are taken: leave some out")
-    return value
-
-
 def few_messages(value: Any) -> Any:
     """Check the number of messages or items."""
     if isinstance(value, list) and len(value) > MAX_MESSAGES:
@@ -52,28 +49,42 @@ def few_messages(value: Any) -> Any:
     return value
 
 
+_T = TypeVar("_T")
 Text = Annotated[str, AfterValidator(_encodable)]
 Few = BeforeValidator(lambda value: few(value, _MAX_ENTRIES))
 FewMessages = BeforeValidator(few_messages)
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Token = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Whole = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Positive = Annotated[int, Field(ge=1, le=INT32_MAX)]
+TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 Name = Annotated[Text, Field(max_length=256)]
+CallId = Annotated[Name, Field(min_length=1)]
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 Id = Annotated[str, Field(min_length=1, max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
 StopText = Annotated[Text, Field(min_length=1, max_length=1000)]
 StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)]
 Breaker = Annotated[Text, Field(min_length=1, max_length=40, pattern=r"^[^\x00]*$")]
 Breakers = Annotated[list[Breaker], Field(max_length=MAX_STOPS, fail_fast=True)]
-Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+Tokens = Annotated[list[Whole], Field(min_length=1, fail_fast=True)]
+ToolList = Annotated[list[_T], Field(max_length=MAX_TOOLS, fail_fast=True)]
+MessageList = Annotated[list[_T], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), FewMessages]
+
+
+def about(description: str) -> Any:
+    """Return a field that may be left out, with what the reference says of it."""
+    return Field(None, description=description)
+
+
+def ignored() -> Any:
+    """Return a field that is accepted and has no effect."""
+    return about(IGNORED)
 
 
 class Model(BaseModel):
     # hide_input: error messages never quote a prompt
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True, protected_namespaces=())
 
-    @model_validator(mode="before")
-    @classmethod
-    def _has_few_fields(cls, value: Any) -> Any:
-        return few(value)
+    _few_fields = model_validator(mode="before")(few)
 
 
 # Tags of the members of a union, so that only the one that a value may be reports an error. `place` takes
@@ -117,9 +128,11 @@ def place(loc: Iterable[int | str]) -> str:
 
 
 TEXT_OR_LIST = one_of("a text or a list")
+TextOrList = Annotated[Annotated[Text, TEXT] | Annotated[list[_T], Field(fail_fast=True), LIST], TEXT_OR_LIST]
 Stop = Annotated[Annotated[StopText, TEXT] | Annotated[StopTexts, LIST], TEXT_OR_LIST]
 # vLLM and others switch it off with -1
 TopK = Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(lambda k: max(0, k))]
+Seed = Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)]
 
 
 def ranged(name: str) -> Any:
@@ -154,11 +167,66 @@ class SamplingFields(Model):
     repeat_penalty: Finite | None = ranged("repeat_penalty")
     presence_penalty: Finite | None = ranged("presence_penalty")
     frequency_penalty: Finite | None = ranged("frequency_penalty")
-    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = Field(
-        None, description="Below zero, where llama-server and Ollama have it so: another one each time."
-    )
+    seed: Seed | None = about("Below zero, where llama-server and Ollama have it so: another one each time.")
 
 
 # docs/openai-fields.md is made from descriptions and IGNORED
 REFUSED = "Refused unless it asks for what this server does anyway."
 PREFIX_FOUND = f"{IGNORED} The longest prefix is found without it."
+
+
+_LETTERS = re.compile(r"[a-zA-Z][a-zA-Z_]*")
+
+
+class WithoutHosted(Model):
+    """A body from which `drop_hosted` takes tools, items and blocks that only a hosted service has: an agent
+    that asks for them is answered all the same.
+
+    Attributes:
+        dropped: the names of what was dropped, as in `tools[].web_search`.
+    """
+
+    _dropped: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def dropped(self) -> list[str]:
+        return self._dropped
+
+    @classmethod
+    def drop_hosted(cls, body: dict[str, Any], filtered: Filtered) -> dict[str, Any]:
+        """Return a body without what is hosted."""
+        raise NotImplementedError
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _drop(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        filtered = Filtered()
+        found = handler(cls.drop_hosted(dict(value), filtered) if isinstance(value, dict) else value)
+        found._dropped = filtered.dropped
+        return found
+
+
+class Filtered:
+    """Filters lists, and notes in `dropped` what is left out."""
+
+    def __init__(self) -> None:
+        self.dropped: list[str] = []
+
+    def of(self, where: str, parts: Any, ours: Collection[str | None]) -> Any:
+        """Return a list without the objects whose `type` is none of ours; anything else as it is."""
+        if not isinstance(parts, list):
+            return parts
+        hosted = [isinstance(part, dict) and _is_hosted(part.get("type"), ours) for part in parts]
+        names = (_name(part.get("type")) for part, is_hosted in zip(parts, hosted, strict=True) if is_hosted)
+        self.dropped += [f"{where}.{name}" for name in names]
+        return [part for part, is_hosted in zip(parts, hosted, strict=True) if not is_hosted]
+
+
+def _is_hosted(kind: Any, ours: Collection[str | None]) -> bool:
+    return (kind is None or isinstance(kind, str)) and kind not in ours
+
+
+def _name(kind: str | None) -> str:
+    """Return a kind without its version: web_search_20250305 is web_search."""
+    found = _LETTERS.match(kind or "")
+    return found[0].rstrip("_")[:40] if found else "unknown"
