@@ -7,7 +7,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from mixedkv.config.row_types import COLD_TYPES, CPU_TYPES
+from mixedkv.config.row_types import COLD_TYPES, OWN_TYPES
 from support.harness import Mixed, Uniform, prompt, rel_rms
 
 pytestmark = pytest.mark.core
@@ -38,13 +38,13 @@ def test_types_may_differ(open_ctx, cold: str) -> None:
     assert rel_rms(got["fused"], got["merged"]) < (0.03 if cold == "tc3" else 0.01)
 
 
-@pytest.mark.parametrize("cold", CPU_TYPES)
+@pytest.mark.parametrize("cold", OWN_TYPES)
 def test_heads_that_a_block_does_not_divide_are_refused(open_ctx, cold: str) -> None:
     with pytest.raises(RuntimeError, match=rf"{cold}.*64 elements.*use a type with blocks of 32, as q4_0"):
         open_ctx("llama-96", Mixed(k=cold, v=cold))
 
 
-@pytest.mark.parametrize("cold", CPU_TYPES)
+@pytest.mark.parametrize("cold", OWN_TYPES)
 def test_llama_cpps_own_cache_of_our_types(open_ctx, cold: str) -> None:
     """They are types of ggml: a cache without a window has the rows of one that is not mixed."""
     tokens = prompt(100)
