@@ -204,7 +204,8 @@ class _Layer:
 
     @cached_property
     def _middle(self) -> Rows:
-        return self._before.mean(axis=0) if len(self._before) else np.float32(0)
+        mean: Rows = self._before.sum(axis=0, keepdims=True) / np.float32(max(1, len(self._before)))
+        return mean
 
     @cached_property
     def _units(self) -> Rows:

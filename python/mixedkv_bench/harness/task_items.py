@@ -81,6 +81,7 @@ def make_piles(tasks: Sequence[str], seed: int, n_tokens: int, count: Count) -> 
     """Yield documents of about `n_tokens` tokens with the questions of `tasks`: prose with facts in it, a
     dialogue, code, a journal; those that any of the questions is about.
     """
+    makers: dict[tuple[str, ...], Callable[[Random, int, Count], Pile]]
     makers = {("format",): _dialogue, ("code",): _code, (RECALL,): _journal}
     facts = tuple(each for each in TASKS if (each,) not in makers)
     for kinds, make in {facts: _facts, **makers}.items():
