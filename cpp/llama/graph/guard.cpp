@@ -1,5 +1,7 @@
 #include "graph/guard.h"
 
+#include "attention/lm4.h"
+#include "attention/tc3.h"
 #include "rows/access.h"
 #include "rows/convert.h"
 
@@ -75,6 +77,16 @@ void llama_kv_guard_rows(ggml_backend_dev_t dev, ggml_type type, uint32_t il) {
     if (dev && !ggml_backend_dev_supports_op(dev, ggml_set_rows(ctx.get(), rows, cur, idxs))) {
         throw std::runtime_error("layer " + std::to_string(il) + ": " + ggml_backend_dev_name(dev) + " does not write rows of type '" +
                 ggml_type_name(type) + "': set offload_kqv to false, and the CPU keeps and reads the cache, or use the cold type 'q4_0'");
+    }
+}
+
+void llama_kv_guard_reader(ggml_backend_dev_t dev, ggml_type type, uint32_t il) {
+    const bool is_own = type == LM4_TYPE || type == TC3_TYPE;
+
+    if (is_own && dev && ggml_backend_dev_type(dev) != GGML_BACKEND_DEVICE_TYPE_CPU) {
+        const std::string name = ggml_type_name(type);
+        throw std::runtime_error("layer " + std::to_string(il) + ": llama.cpp's attention on " + ggml_backend_dev_name(dev) +
+                " does not read rows of type '" + name + "': use '" + name + ":attention=fused', or set offload_kqv to false");
     }
 }
 

@@ -24,6 +24,10 @@ void llama_kv_guard_flash(ggml_backend_dev_t dev, const llama_hparams & hparams,
 // the device writes rows of this type: ggml ends the process where it has to and cannot
 void llama_kv_guard_rows(ggml_backend_dev_t dev, ggml_type type, uint32_t il);
 
+// where llama.cpp attends, the device is not one that writes rows of this package's types and cannot read them: llama.cpp
+// would have the CPU attend, with all rows sent over the bus in every step
+void llama_kv_guard_reader(ggml_backend_dev_t dev, ggml_type type, uint32_t il);
+
 // the device gathers rows of this tensor in F16. A backend that makes F32 of them says so nowhere: it is known by its name.
 bool llama_kv_gathers_f16(ggml_backend_dev_t dev, ggml_tensor * rows);
 

@@ -69,6 +69,8 @@ static std::string size_problem(const std::vector<llama_kv_cache *> & caches) {
 }
 
 static void check_rows(const llama_kv_cache & kv) {
+    const bool is_ours = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
+
     for (const auto & layer : kv_access::get_layers(kv)) {
         for (const ggml_tensor * rows : { layer.k, layer.v }) {
             if (!rows || !rows->buffer) {
@@ -79,6 +81,9 @@ static void check_rows(const llama_kv_cache & kv) {
             llama_kv_guard_size(dev, rows, layer.il);
             if (ggml_is_quantized(rows->type)) {
                 llama_kv_guard_rows(dev, rows->type, layer.il);
+            }
+            if (!is_ours) {
+                llama_kv_guard_reader(dev, rows->type, layer.il);
             }
         }
     }

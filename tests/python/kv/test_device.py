@@ -14,6 +14,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.config.row_types import OWN_TYPES
+from mixedkv.errors import UnsupportedModelError
 from support import zoo
 from support.harness import Ctx, InitError, Mixed, Model, prompt, rel_rms
 
@@ -127,6 +128,14 @@ def test_rows_that_move_are_those_of_the_cpu(open_on: Open, cold: str) -> None:
 def test_what_the_cpu_alone_can_is_refused(open_on: Open, kv: Mixed, message: str) -> None:
     with pytest.raises(InitError, match=message):
         open_on(ALL, kv)
+
+
+@pytest.mark.skipif("not has_kernels()")
+def test_rows_that_llama_cpp_would_read_on_the_cpu_are_refused() -> None:
+    with pytest.raises(
+        UnsupportedModelError, match="does not read rows of type 'lm4': use 'lm4:attention=fused'"
+    ):
+        Llama(model_path(), kv="lm4", n_ctx=256, n_gpu_layers=-1, verbose=False)
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="Metal gathers rows in F32")
