@@ -28,10 +28,9 @@ _T = TypeVar("_T")
 _Work: TypeAlias = Generator[None, None, _T]  # yields after each piece
 _QUESTION = 64  # most tokens at the end of the prompt that choose the others
 _DRAFT = 8  # tokens generated after it that choose, too, at most
-_PER_DRAFTED = (
-    200  # tokens of the prompt for each of these, which costs as much as some ten; more are drafted
-)
-# while they repeat a passage
+# Tokens of the prompt for each of these, which costs as much as some ten. More are drafted while they repeat
+# a passage.
+_PER_DRAFTED = 200
 _TOGETHER = 512  # tokens of two passages whose choice is evaluated at once
 # Attention to a token counts for the next one, itself, and those before it, which tell what it refers to:
 # if these stay unrepaired, the repaired token states the wrong thing more clearly.
