@@ -64,22 +64,21 @@ std::vector<mixedkv_layer_info> get_layers(llama_context * ctx) {
 }
 
 std::string window_problem(llama_context * ctx, const mixedkv::hot_window & window) {
-    std::string res;
+    const auto caches = get_own_caches(ctx);
+    require(!caches.empty(), MIXEDKV_NOT_AVAILABLE, "this KV cache is uniform: only a mixed cache has a window");
 
-    for (const auto * kv : get_caches(ctx)) {
-        const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(kv);
-        require(mixed, MIXEDKV_NOT_AVAILABLE, "this KV cache is uniform: only a mixed cache has a window");
-        res = res.empty() ? mixed->window_problem(window) : res;
+    std::string res;
+    for (const auto * kv : caches) {
+        res = res.empty() ? kv->window_problem(window) : res;
     }
 
     return res;
 }
 
 bool has_room_for_window(llama_context * ctx, const mixedkv::hot_window & window) {
-    const auto caches = get_caches(ctx);
-    return window_problem(ctx, window).empty() && std::none_of(caches.begin(), caches.end(), [&](const auto * kv) {
-               return dynamic_cast<const llama_kv_cache_mixed &>(*kv).get_hot().is_wider(window);
-           });
+    const auto caches = get_own_caches(ctx);
+    return window_problem(ctx, window).empty() &&
+           std::none_of(caches.begin(), caches.end(), [&](const auto * kv) { return kv->get_hot().is_wider(window); });
 }
 
 // what set_window takes without more memory, beside the other settings as they are
@@ -136,10 +135,10 @@ mixedkv_stats get_stats(llama_context * ctx) {
         for (const auto & [buft, size] : cache->memory_breakdown()) {
             res.bytes_total += size;
         }
-        if (const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(cache)) {
-            res.bytes_view = std::max<uint64_t>(res.bytes_view, mixed->get_view_bytes());
-            res.bytes_given_back += mixed->get_hot().get_bytes_given_back();
-        }
+    }
+    for (const auto * mixed : get_own_caches(ctx)) {
+        res.bytes_view = std::max<uint64_t>(res.bytes_view, mixed->get_view_bytes());
+        res.bytes_given_back += mixed->get_hot().get_bytes_given_back();
     }
     res.bytes_hot -= res.bytes_given_back;
     res.bytes_total += res.bytes_view;
@@ -247,10 +246,9 @@ mixedkv_status mixedkv_get_short(llama_context * ctx, int32_t * out, uint32_t n,
     return guarded(ctx, [&] {
         std::vector<int32_t> res(get_cache(ctx).get_n_seq_max(), -1);
 
-        for (const auto * kv : get_caches(ctx)) {
-            const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(kv);
-            for (uint32_t s = 0; mixed && s < res.size(); ++s) {
-                const int32_t from = mixed->get_hot().get_slots().get_use().short_from[s];
+        for (const auto * kv : get_own_caches(ctx)) {
+            for (uint32_t s = 0; s < res.size(); ++s) {
+                const int32_t from = kv->get_hot().get_slots().get_use().short_from[s];
                 res[s]             = from < 0 ? res[s] : res[s] < 0 ? from : std::min(res[s], from);
             }
         }
@@ -265,9 +263,8 @@ mixedkv_status mixedkv_window_is_whole(llama_context * ctx, int32_t seq_id, int3
         require(out && pos >= 0, MIXEDKV_INVALID, "out is NULL or pos is negative");
 
         *out = true;
-        for (const auto * kv : get_caches(ctx)) {
-            const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(kv);
-            *out = *out && (!mixed || !mixed->is_mixed() || mixed->get_hot().get_slots().is_window_whole(seq_id, pos));
+        for (const auto * kv : get_own_caches(ctx)) {
+            *out = *out && (!kv->is_mixed() || kv->get_hot().get_slots().is_window_whole(seq_id, pos));
         }
     });
 }
@@ -314,12 +311,10 @@ mixedkv_status mixedkv_check_pages(llama_context * ctx, uint32_t * n_pages, uint
     return guarded(ctx, [&] {
         require(n_pages && n_wrong, MIXEDKV_INVALID, "n_pages or n_wrong is NULL");
         *n_pages = *n_wrong = 0;
-        for (auto * kv : get_caches(ctx)) {
-            if (auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv)) {
-                const auto found = mixed->check_pages();
-                *n_pages += found.n_known;
-                *n_wrong += found.n_wrong;
-            }
+        for (auto * kv : get_own_caches(ctx)) {
+            const auto found = kv->check_pages();
+            *n_pages += found.n_known;
+            *n_wrong += found.n_wrong;
         }
     });
 }
@@ -330,15 +325,16 @@ mixedkv_status mixedkv_set_window(llama_context * ctx, uint32_t threshold, uint3
         const std::string         problem = window_problem(ctx, window);
         require(problem.empty(), MIXEDKV_INVALID, problem);
 
-        const auto & rule = dynamic_cast<llama_kv_cache_mixed &>(get_cache(ctx)).get_hot().get_slots().get_window();
+        const auto   caches = get_own_caches(ctx);
+        const auto & rule   = caches.front()->get_hot().get_slots().get_window();
         const bool   same =
             rule.threshold == threshold && rule.group_size == group_size && rule.sink_tokens == sink_tokens;
 
-        for (auto * kv : get_caches(ctx)) {
-            dynamic_cast<llama_kv_cache_mixed &>(*kv).make_room(window);
+        for (auto * kv : caches) {
+            kv->make_room(window);
         }
-        for (auto * kv : get_caches(ctx)) {
-            dynamic_cast<llama_kv_cache_mixed &>(*kv).get_hot().set_window(window);
+        for (auto * kv : caches) {
+            kv->get_hot().set_window(window);
         }
         for (uint32_t s = 0; !same && s < llama_n_seq_max(ctx); ++s) { // they were computed under another
             ctx->hooks.truth.limit(ctx->get_memory(), int32_t(s), 0, -1, MIXEDKV_APPROXIMATE);
@@ -349,10 +345,8 @@ mixedkv_status mixedkv_set_window(llama_context * ctx, uint32_t threshold, uint3
 static mixedkv_status for_hot_rows(llama_context * ctx, int32_t seq_id, void (llama_kv_hot_rows::*call)(llama_seq_id)) {
     return guarded(ctx, [&] {
         check_seq(ctx, seq_id);
-        for (auto * kv : get_caches(ctx)) {
-            if (auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv)) {
-                (mixed->get_hot().*call)(seq_id);
-            }
+        for (auto * kv : get_own_caches(ctx)) {
+            (kv->get_hot().*call)(seq_id);
         }
     });
 }

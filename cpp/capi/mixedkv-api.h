@@ -73,6 +73,17 @@ inline std::vector<llama_kv_cache *> get_caches(llama_context * ctx) {
     return res;
 }
 
+// those of ours, whether mixed or with our attention alone
+inline std::vector<llama_kv_cache_mixed *> get_own_caches(llama_context * ctx) {
+    std::vector<llama_kv_cache_mixed *> res;
+    for (auto * kv : get_caches(ctx)) {
+        if (auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv)) {
+            res.push_back(mixed);
+        }
+    }
+    return res;
+}
+
 inline llama_kv_cache & get_cache(llama_context * ctx) {
     return *get_caches(ctx).front();
 }

@@ -14,10 +14,10 @@ using text = std::string;
 
 // --- words ---
 
-text join(const std::vector<text> & words) {
+text join(const std::vector<text> & words, const text & between = ", ") {
     text res;
     for (const text & word : words) {
-        res += (res.empty() ? "" : ", ") + word;
+        res += (res.empty() ? "" : between) + word;
     }
     return res;
 }
@@ -129,19 +129,11 @@ text one_of(const text & name, const text & typed, const std::vector<text> & kno
     return value;
 }
 
-struct range_text {
-    layer_range range;
-
-    // "3", "0-3" or "4-"
-    text layers() const {
-        const text first = std::to_string(range.first);
-        return range.first == range.last ? first : first + "-" + (range.last < 0 ? "" : std::to_string(range.last));
-    }
-
-    text all() const {
-        return layers() + ":" + range.type_k + (range.type_k == range.type_v ? "" : "/" + range.type_v);
-    }
-};
+// "3", "0-3" or "4-"
+text layers_text(const layer_range & range) {
+    const text first = std::to_string(range.first);
+    return range.first == range.last ? first : first + "-" + (range.last < 0 ? "" : std::to_string(range.last));
+}
 
 layer_range parse_range(const text & typed) {
     const size_t colon = typed.find(':');
@@ -170,13 +162,10 @@ layer_range parse_range(const text & typed) {
 text normal_layers(const text &, const text & value) {
     std::vector<text> items;
     for (const layer_range & range : parse_layers(value)) {
-        items.push_back(range_text{ range }.all());
+        const text types = range.type_k + (range.type_k == range.type_v ? "" : "/" + range.type_v);
+        items.push_back(layers_text(range) + ":" + types);
     }
-    text res;
-    for (const text & item : items) {
-        res += (res.empty() ? "" : ",") + item;
-    }
-    return res;
+    return join(items, ",");
 }
 
 // bytes as they are typed
@@ -344,6 +333,13 @@ const std::vector<option> & options(bool mixed) {
     return mixed ? all : uniform;
 }
 
+// The option whose key, or whose field, is that; nullptr for none
+const option * find_option(bool mixed, const text option::* member, const text & name) {
+    const auto & all   = options(mixed);
+    const auto   found = std::find_if(all.begin(), all.end(), [&](const option & o) { return o.*member == name; });
+    return found == all.end() ? nullptr : &*found;
+}
+
 // Chosen from docs/benchmarks.md, with the reasons. Plain "mixed" is compact: the bits of q4_0.
 const std::vector<std::pair<text, text>> preset_specs = {
     { "compact", "" },
@@ -375,12 +371,8 @@ struct namer {
         if (cold && (key == "cold_k" || key == "cold_v")) {
             return "cold";
         }
-        for (const option & each : options(true)) {
-            if (by_field && each.key == key) {
-                return each.field;
-            }
-        }
-        return key;
+        const option * own = by_field ? find_option(true, &option::key, key) : nullptr;
+        return own ? own->field : key;
     }
 };
 
@@ -399,9 +391,7 @@ void check_together(const values & v, const namer & name) {
     }
     if (v.at("budget") != "0") {
         for (const text key : { "cold_k", "cold_v", "layers" }) {
-            const auto & all = options(true);
-            const auto   own = std::find_if(all.begin(), all.end(), [&](const option & o) { return o.key == key; });
-            if (v.at(key) != own->usual) {
+            if (v.at(key) != find_option(true, &option::key, key)->usual) {
                 throw spec_error(name("budget") + "=" + budget_text(v.at("budget")) +
                                  " chooses the cold types: leave " +
                                  (name.cold ? "cold" : name("cold_k") + ", " + name("cold_v")) + " and layers out");
@@ -425,17 +415,6 @@ cache_spec make(bool mixed, const values & given, const namer & name) {
     return res;
 }
 
-const text & known_keys() {
-    static const text keys = [] {
-        text res = "cold";
-        for (const option & each : options(true)) {
-            res += ", " + each.key;
-        }
-        return res;
-    }();
-    return keys;
-}
-
 std::vector<text> keys_of_mixed() {
     std::vector<text> keys = { "cold" };
     for (const option & each : options(true)) {
@@ -454,7 +433,7 @@ std::vector<std::pair<text, text>> parse_items(const text & s) {
             continue;
         }
         if (equals == text::npos || equals == 0 || equals + 1 == item.size()) {
-            throw spec_error(quoted(item) + " is not key=value; known keys: " + known_keys());
+            throw spec_error(quoted(item) + " is not key=value; known keys: " + join(keys_of_mixed()));
         }
         res.emplace_back(plain(item.substr(0, equals)), item.substr(equals + 1));
     }
@@ -472,7 +451,7 @@ void read_options(const text & s, values & out, namer & name) {
         }
         if (!contains(keys_of_mixed(), key)) {
             throw spec_error("unknown key " + quoted(key) + did_you_mean(key, keys_of_mixed()) +
-                             "; known keys: " + known_keys());
+                             "; known keys: " + join(keys_of_mixed()));
         }
         if (has(key) || (has("cold") && (key == "cold_k" || key == "cold_v"))) {
             throw spec_error("gives " + key + " twice");
@@ -563,8 +542,8 @@ const std::vector<text> & presets() {
 }
 
 bool is_number(const text & field) {
-    const auto & all = options(true);
-    return std::any_of(all.begin(), all.end(), [&](const option & o) { return o.field == field && o.is_number; });
+    const option * own = find_option(true, &option::field, field);
+    return own && own->is_number;
 }
 
 cache_spec parse_spec(const text & spec) {
@@ -580,9 +559,8 @@ cache_spec parse_spec(const text & spec) {
 cache_spec make_spec(bool mixed, const spec_fields & given) {
     values by_key;
     for (const auto & [field, value] : given) {
-        const auto & all = options(mixed);
-        const auto   own = std::find_if(all.begin(), all.end(), [&](const option & o) { return o.field == field; });
-        if (own == all.end()) {
+        const option * own = find_option(mixed, &option::field, field);
+        if (!own) {
             throw spec_error(field + " is no field of a cache");
         }
         by_key[own->key] = value;
@@ -619,7 +597,7 @@ std::vector<layer_range> parse_layers(const text & value) {
     std::sort(res.begin(), res.end(), [](const auto & a, const auto & b) { return a.first < b.first; });
     for (size_t i = 1; i < res.size(); ++i) {
         if (res[i - 1].last < 0 || res[i].first <= res[i - 1].last) {
-            throw spec_error("layers " + range_text{ res[i - 1] }.layers() + " and " + range_text{ res[i] }.layers() +
+            throw spec_error("layers " + layers_text(res[i - 1]) + " and " + layers_text(res[i]) +
                              " overlap: name each layer once");
         }
     }
@@ -636,11 +614,11 @@ uint64_t parse_size(const text & spec, uint64_t unit) {
     };
     const auto found = units.find(rest);
     double     value = 0.0;
-    if (!read_number(spec.substr(0, digits), value) || !(rest.empty() || found != units.end())) {
-        throw spec_error(quoted(spec) + " is not a size: use e.g. 2GiB or 500MiB");
+    const bool known = read_number(spec.substr(0, digits), value) && (rest.empty() || found != units.end());
+    if (known) {
+        value *= rest.empty() ? double(unit) : found->second;
     }
-    value *= rest.empty() ? double(unit) : found->second;
-    if (!(value < 0x1p60)) {
+    if (!known || !(value < 0x1p60)) {
         throw spec_error(quoted(spec) + " is not a size: use e.g. 2GiB or 500MiB");
     }
     return uint64_t(value);

@@ -6,7 +6,7 @@
 """
 
 from mixedkv import _native, errors
-from mixedkv.native.library_paths import cmake_dir, include_dir
+from mixedkv._native import cmake_dir, include_dir
 
 _native.load()  # before anything imports _core or llama_cpp: all must run on one copy of the libraries
 

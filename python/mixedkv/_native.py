@@ -53,6 +53,16 @@ def package_folder() -> Path:
     return Path(spec.origin).parent
 
 
+def include_dir() -> Path:
+    """Return the folder of `mixedkv/mixedkv.h`, `llama.h` and the ggml headers it needs."""
+    return package_folder() / "include"
+
+
+def cmake_dir() -> Path:
+    """Return the folder of the CMake package, for `-Dmixedkv_DIR=`."""
+    return package_folder() / "share" / "cmake" / "mixedkv"
+
+
 def _import_layer(folder: Path) -> None:
     """Import llama_cpp from this folder, whichever comes first on sys.path."""
     spec = PathFinder.find_spec("llama_cpp", [str(folder)])

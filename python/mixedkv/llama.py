@@ -15,8 +15,9 @@ import llama_cpp
 
 from mixedkv import _core
 from mixedkv.card import card
-from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, parse_kv
-from mixedkv.config.row_types import ggml_type, type_block, type_name
+from mixedkv.config import KVSetting, MixedKVConfig
+from mixedkv.config.row_types import ggml_type, type_block
+from mixedkv.context_choice import ContextChoice, choose_context, choose_setting
 from mixedkv.errors import (
     ClosedError,
     EngineError,
@@ -28,17 +29,9 @@ from mixedkv.errors import (
 )
 from mixedkv.guarded_llama import GuardedLlama
 from mixedkv.kv.cache import KVCache
-from mixedkv.limits import padded
-from mixedkv.model.fit import Beside, ContextPlace, Fit, check_room, compute_bytes, fit, fit_with_gpu
-from mixedkv.model.footprint import Sliding, model_shape
-from mixedkv.model.gguf_file import (
-    ModelFile,
-    default_n_ctx,
-    file_stamp,
-    n_layers,
-    n_mtp_layers,
-    read_model_file,
-)
+from mixedkv.model.fit import Beside, Fit
+from mixedkv.model.footprint import model_shape
+from mixedkv.model.gguf_file import ModelFile, file_stamp, n_layers, n_mtp_layers, read_model_file
 from mixedkv.model.named_model import find_model, is_name
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.llama_arguments import (
@@ -48,7 +41,6 @@ from mixedkv.native.llama_arguments import (
     check_sequences,
     check_snapshots,
 )
-from mixedkv.native.memory import gpu_kinds, gpu_room, memory_room
 from mixedkv.native.templates import readable
 from mixedkv.prompts import long_text
 from mixedkv.sizes import format_bytes
@@ -64,7 +56,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mixedkv")
 
-_N_BATCH = 512  # of llama_cpp.Llama
 _COMPLETION = inspect.signature(llama_cpp.Llama.create_completion)
 
 NO_VOCABULARY = "this model has no vocabulary, so it takes no text: the body of a split model needs its head"
@@ -154,38 +145,37 @@ class Llama(GuardedLlama):
         check_names(kwargs, Llama.__init__)
         check_numbers({**kwargs, "n_ctx": 0 if n_ctx == "fit" else n_ctx})
         self._guard()
-        self._setting = _choose_setting(kv, type_k, type_v, embedding)
-        self._n_seq_max = check_sequences(n_seq_max, kwargs.get("n_batch", _N_BATCH))
+        setting = choose_setting(kv, type_k, type_v, embedding)
+        self._n_seq_max = check_sequences(n_seq_max, kwargs.get("n_batch", 512))
         self._kv_unified = bool(kv_unified)
         self._n_rs_seq, self._load_mtp = check_snapshots(n_rs_seq), bool(load_mtp)
-        self._n_windows = n_windows
-        self._fit: Fit | None = None
         path = os.fsdecode(model_path)
         if is_name(path):
             path = str(find_model(path))
         file = read_model_file(path)
         if file.get("attention.causal", True) is False:  # llama.cpp ends the process where a batch is cut
             kwargs["n_batch"] = min(kwargs.get("n_batch", 512), kwargs.get("n_ubatch", 512))
-        place = self._place(file, kwargs, weights, beside or Beside())
-        chosen = kv is not None or type_k is not None or type_v is not None
-        if not chosen and (place is None or not place.shape.layers):
-            self._setting = parse_kv("f16")  # no layer keeps rows, or it is not known: llama.cpp's own
-        flash_attn = _choose_flash_attn(self._setting, flash_attn)
-        if n_ctx == "fit":
-            asked = self._setting if chosen else None
-            n_ctx = self._choose(file, place, asked, kwargs)
-        n_ctx_asked = n_ctx or int(file.get("context_length", 0))
-        self._setting = self._settle(file, place, n_ctx_asked, kv)
-        if place is not None and n_windows:
-            self._n_windows = place.sliding.windows(place.shape.window, n_ctx_asked, self._n_seq_max)
-        if not (embedding or kwargs.get("vocab_only")) and stream_layers is None and memory is None:
-            self._check_room(place, n_ctx_asked)
-        self._check_context(n_ctx_asked, embedding)
+        asked = ContextChoice(
+            setting=setting,
+            chosen=kv is not None or type_k is not None or type_v is not None,
+            n_ctx=n_ctx,
+            n_seq_max=self._n_seq_max,
+            kv_unified=self._kv_unified,
+            n_windows=n_windows,
+            flash_attn=flash_attn,
+            takes_all=bool(
+                embedding or kwargs.get("vocab_only") or stream_layers is not None or memory is not None
+            ),
+            shares_weights=weights is not None,
+            beside=beside or Beside(),
+        )
+        choice = choose_context(asked, file, kwargs, embedding)
+        self._setting, self._n_windows, self._fit = choice.setting, choice.n_windows, choice.fit
         if load_mtp and not n_mtp_layers(file):
             raise UnsupportedModelError(f"load_mtp: {file.path} has no MTP layers")
         self._setting.check_layers(n_layers(file))
         native = self._setting.native()
-        context: dict[str, Any] = {**kwargs, "n_ctx": n_ctx, "n_seq_max": self._n_seq_max}
+        context: dict[str, Any] = {**kwargs, "n_ctx": choice.n_ctx, "n_seq_max": self._n_seq_max}
         self._streaming = plan_streaming(file, self._setting, stream_layers, memory, stream_mode, context)
         if self._streaming is not None:
             batches: dict[str, Any] = {
@@ -210,8 +200,8 @@ class Llama(GuardedLlama):
             with assertions, _llama_cpp.weights_of(weights):
                 super().__init__(
                     path,
-                    n_ctx=n_ctx,
-                    flash_attn=flash_attn,
+                    n_ctx=int(choice.n_ctx),
+                    flash_attn=bool(choice.flash_attn),
                     type_k=ggml_type(self._setting.type_k),
                     type_v=ggml_type(self._setting.type_v),
                     embedding=embedding,
@@ -456,74 +446,6 @@ class Llama(GuardedLlama):
         }
         return {**state, **own, **self._asked}
 
-    def _place(
-        self, file: ModelFile, given: dict[str, Any], weights: Llama | None, beside: Beside
-    ) -> ContextPlace | None:
-        """Return where the context is to fit; None where its shape is not known: llama.cpp has the last
-        word.
-        """
-        try:
-            shape = model_shape(file)
-        except UnsupportedModelError:
-            return None
-        n_ubatch = min(given.get("n_ubatch", _N_BATCH), given.get("n_batch", _N_BATCH))
-        sliding = Sliding(full=given["swa_full"], n_windows=self._n_windows, n_ubatch=n_ubatch)
-        return ContextPlace(
-            shape=shape,
-            n_seq=self._n_seq_max,
-            n_stream=1 if self._kv_unified else self._n_seq_max,
-            sliding=sliding,
-            on_cpu=not (given.get("n_gpu_layers") and given.get("offload_kqv", True)),
-            gpus_write_all=gpu_kinds() == {"CUDA"},
-            weights=(0 if weights is not None else file.size) + _size_of(given.get("lora_path")),
-            compute=lambda n_ctx: compute_bytes(file, n_ubatch, n_ctx),
-            beside=beside,
-            room=memory_room(),
-        )
-
-    def _choose(
-        self, file: ModelFile, place: ContextPlace | None, kv: KVSetting | None, given: dict[str, Any]
-    ) -> int:
-        """Choose the context, the cache, and layers on a GPU that nothing was said of; return the context."""
-        if place is None:
-            return default_n_ctx(file)
-        free, layers = gpu_room(), given.get("n_gpu_layers")
-        if free is None or layers == 0:
-            chosen = fit(place, kv)
-        else:
-            chosen = fit_with_gpu(place, kv, free, layers)
-            given["n_gpu_layers"] = chosen.n_gpu_layers
-        self._fit, self._setting = chosen, chosen.kv
-        return chosen.n_ctx
-
-    def _settle(
-        self, file: ModelFile, place: ContextPlace | None, n_ctx: int, asked: str | KVSetting | None
-    ) -> KVSetting:
-        """Settle a budget or a number of bits, and a window that is too wide for the context."""
-        setting = self._setting
-        if not isinstance(setting, MixedKVConfig):
-            return setting
-        if place is None:
-            if not setting.is_settled:
-                model_shape(file)  # says what is not known
-            return setting
-        if not n_ctx:
-            if setting.budget:
-                raise ValueError(f"kv={str(setting)!r}: the model names no context: give n_ctx with a budget")
-            return setting
-        settled = place.settled(setting, n_ctx)
-        if asked is not None and setting.is_settled and settled != setting:
-            warnings.warn(
-                f"kv={str(setting)!r} would take more than an F16 cache of n_ctx={n_ctx}, or not fit: it is "
-                f"{str(settled)!r} here. A larger n_ctx has room for what was asked for",
-                stacklevel=3,
-            )
-        return settled
-
-    def _check_room(self, place: ContextPlace | None, n_ctx: int) -> None:
-        if place is not None and place.on_cpu and n_ctx and self._fit is None:
-            check_room(place, self._setting, n_ctx)
-
     @property
     def fitted(self) -> Fit | None:
         """The choice that n_ctx="fit" made; None where a number was given."""
@@ -533,12 +455,6 @@ class Llama(GuardedLlama):
     def n_windows(self) -> int:
         """Sequences that layers with a sliding window have room for; 0: all, or there are none."""
         return self._n_windows
-
-    def _check_context(self, n_ctx: int, embedding: bool) -> None:
-        """Check the cache against a sequence's share of the context; `n_ctx` of 0 is left to llama.cpp."""
-        n_seq = 1 if self._kv_unified or embedding else self._n_seq_max
-        if n_ctx:
-            self._setting.check_context(padded(n_ctx // n_seq))
 
     def _check_weights(self, weights: Llama | None, path: str, options: dict[str, Any]) -> None:
         if weights is None:
@@ -627,39 +543,6 @@ class _Limited(llama_cpp.StoppingCriteriaList):
     def __init__(self, n_most: int, own: Callable[[Any, Any], bool] | None) -> None:
         super().__init__(() if own is None else [own])
         self.n_most = n_most
-
-
-def _size_of(path: str | None) -> int:
-    """Return the bytes of a file, 0 where it is not there."""
-    try:
-        return os.path.getsize(path) if path else 0
-    except OSError:
-        return 0
-
-
-def _choose_setting(
-    kv: str | KVSetting | None, type_k: int | None, type_v: int | None, embedding: bool
-) -> KVSetting:
-    """Choose the cache: F16 by default for embeddings, which read a row once and reserve sequences by the
-    hundred.
-    """
-    if type_k is None and type_v is None:
-        return parse_kv(kv if kv is not None else "f16" if embedding else "mixed")
-    if kv is not None:
-        raise ValueError(
-            f"kv={str(kv)!r} and type_k={type_k}, type_v={type_v} both choose the cache: give kv only"
-        )
-    k, v = (1 if kind is None else kind for kind in (type_k, type_v))
-    return UniformKV(type_k=type_name(k), type_v=type_name(v))
-
-
-def _choose_flash_attn(setting: KVSetting, flash_attn: bool | None) -> bool:
-    if setting.needs_flash and flash_attn is False:
-        raise ValueError(
-            f"flash_attn=False does not go with kv={str(setting)!r}: this cache is read with flash "
-            f"attention only. Leave flash_attn out, or use kv='f16'"
-        )
-    return setting.needs_flash or bool(flash_attn)
 
 
 def _block_problem(setting: KVSetting, file: ModelFile) -> str:

@@ -268,12 +268,10 @@ def _beyond_linear(d: npt.NDArray[np.float32]) -> npt.NDArray[np.floating[Any]]:
 def _row(contender: _Contender, mode: str, options: Options, documents: Sequence[Document]) -> QualityRow:
     n_ctx = len(documents[0])
     row: dict[str, Any] = {
-        "kv": contender.setting.spec,
-        "flash_attn": contender.setting.flash_attn,
+        **contender.setting.head(options.threads),
         "mode": mode,
         "control": contender.setting is REFERENCE,
         "n_ctx": n_ctx,
-        "threads": options.threads,
         "text": options.text_source,
         "n_documents": len(documents),
         **contender.facts,

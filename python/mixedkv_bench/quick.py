@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -146,8 +147,7 @@ def _rates(model: LoadedModel, threads: int) -> tuple[float, float]:
     """Return the tokens per second of a prompt and of generation, with an F32 cache; what comes first is not
     timed.
     """
-    context = Context(model, REFERENCE, n_ctx=2 * _PROBE, threads=threads)
-    try:
+    with closing(Context(model, REFERENCE, n_ctx=2 * _PROBE, threads=threads)) as context:
         tokens = model.random_tokens(_PROBE)
         context.feed(tokens[:32])
         began = time.perf_counter()
@@ -156,8 +156,6 @@ def _rates(model: LoadedModel, threads: int) -> tuple[float, float]:
         for token in tokens[:4]:
             context.decode([int(token)])
         end = time.perf_counter()
-    finally:
-        context.close()
     return (_PROBE - 32) / (middle - began), 4 / (end - middle)
 
 
@@ -179,8 +177,8 @@ def _rows(found: Sequence[Row], options: Options) -> list[QuickRow]:
         if options.shape.layers and room is not None:
             weights = options.file.size
             fields["longest_n_ctx"] = longest_context(options.shape, setting.kv, max(0, room - weights))
-        base = {"kv": setting.spec, "flash_attn": setting.flash_attn, "threads": options.threads}
-        rows.append(QuickRow.model_validate({"n_ctx": options.n_ctx, **base, **fields}))
+        head = setting.head(options.threads)
+        rows.append(QuickRow.model_validate({"n_ctx": options.n_ctx, **head, **fields}))
     return rows
 
 

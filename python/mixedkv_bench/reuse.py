@@ -132,11 +132,7 @@ def measure(bench: Bench) -> None:
     bench.progress.add(len(options.settings) * len(kinds) * options.repeats)
     n_ctx = padded(options.n_prompt + options.n_prompt // 4 + _ANSWER + 64)
     for setting in options.settings:
-        head: dict[str, Any] = {
-            "kv": setting.spec,
-            "flash_attn": setting.flash_attn,
-            "threads": options.threads,
-        }
+        head = setting.head(options.threads)
         try:
             with _open(bench.model.path, setting, n_ctx, options.threads) as llm:
                 _measure_setting(bench, llm, setting, kinds, head)

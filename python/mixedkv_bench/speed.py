@@ -165,9 +165,7 @@ def _rows(contenders: Sequence[Contender], work: SpeedWork) -> Iterator[SpeedRow
             )
         row = {
             "engine": contender.engine,
-            "kv": contender.setting.spec,
-            "flash_attn": contender.setting.flash_attn,
-            "threads": work.threads,
+            **contender.setting.head(work.threads),
             "depth": work.depth,
             "n_prompt": work.n_prompt,
             "n_gen": work.n_gen,

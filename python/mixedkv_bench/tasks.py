@@ -8,6 +8,7 @@ sequence that shares the document's rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -160,32 +161,26 @@ def measure(bench: Bench) -> None:
 def _ask(bench: Bench, setting: Setting, depth: int, cases: Sequence[_Case]) -> tuple[_Said, dict[str, Any]]:
     longest = max(len(case.document) for case in cases)
     n_ctx = longest + _AT_ONCE * _ROOM
-    said, row = _Said(), {
-        "kv": setting.spec,
-        "flash_attn": setting.flash_attn,
+    said, threads = _Said(), bench.options.threads
+    row = {
+        **setting.head(threads),
         "depth": depth,
         "n_documents": bench.options.repeats,
         "n_ctx": n_ctx,
-        "threads": bench.options.threads,
-    }  # fmt: skip
+    }
     try:
-        context = Context(
-            bench.model, setting, n_ctx=n_ctx, threads=bench.options.threads, n_seq=1 + _AT_ONCE
-        )
-    except CannotRunError as error:
-        return said, row | {"error": str(error)}
-    try:
-        row |= context.facts()
-        for case in cases:
-            bench.progress.show(f"answers, {depth} deep: {setting.name}")
-            context.clear()
-            context.feed(case.document)
-            said.items += _answers(context, case)
-            bench.progress.step()
+        with closing(
+            Context(bench.model, setting, n_ctx=n_ctx, threads=threads, n_seq=1 + _AT_ONCE)
+        ) as context:
+            row |= context.facts()
+            for case in cases:
+                bench.progress.show(f"answers, {depth} deep: {setting.name}")
+                context.clear()
+                context.feed(case.document)
+                said.items += _answers(context, case)
+                bench.progress.step()
     except CannotRunError as error:
         row["error"] = str(error)
-    finally:
-        context.close()
     return said, row
 
 

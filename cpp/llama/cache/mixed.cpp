@@ -35,30 +35,9 @@ static bool is_equalized() {
     return !equalize || strcmp(equalize, "0") != 0;
 }
 
-llama_kv_cache_mixed::llama_kv_cache_mixed(
-        const mixedkv_config & config,
-        const llama_model & model,
-      const llama_hparams & hparams,
-                ggml_type   type_k,
-                ggml_type   type_v,
-                     bool   v_trans,
-                     bool   offload,
-                     bool   unified,
-                 uint32_t   kv_size,
-                 uint32_t   n_seq_max,
-                 uint32_t   n_pad,
-                 uint32_t   n_swa,
-           llama_swa_type   swa_type,
-           llama_memory_t   mem_other,
-    const layer_filter_cb & filter,
-    const  layer_reuse_cb & reuse,
-    const  layer_share_cb & share,
-             const char *   name_tag) :
-    llama_kv_cache(model, hparams, type_k, type_v, v_trans, offload, unified, kv_size, n_seq_max, n_pad, n_swa, swa_type,
-            mem_other, filter, reuse, share, name_tag), config(config), hot(*this, hparams, config),
-    placement(n_seq_max) {
+void llama_kv_cache_mixed::set_up() {
     // llama_kv_mixed_admit has refused these with a better message; they would break the assumptions below
-    if (v_trans || mem_other) {
+    if (v_trans || other) {
         throw std::runtime_error("the mixed KV cache needs flash attention and rows of its own");
     }
 

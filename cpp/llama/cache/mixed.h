@@ -33,25 +33,11 @@
 class llama_kv_cache_mixed : public llama_kv_cache {
 public:
     // the arguments of llama_kv_cache, after the configuration
-    llama_kv_cache_mixed(
-            const mixedkv_config & config,
-            const llama_model & model,
-          const llama_hparams & hparams,
-                    ggml_type   type_k,
-                    ggml_type   type_v,
-                         bool   v_trans,
-                         bool   offload,
-                         bool   unified,
-                     uint32_t   kv_size,
-                     uint32_t   n_seq_max,
-                     uint32_t   n_pad,
-                     uint32_t   n_swa,
-               llama_swa_type   swa_type,
-               llama_memory_t   mem_other,
-        const layer_filter_cb & filter,
-        const  layer_reuse_cb & reuse,
-        const  layer_share_cb & share,
-                 const char *   name_tag = "");
+    template <typename... Args>
+    explicit llama_kv_cache_mixed(const mixedkv_config & config, Args &&... args) :
+        llama_kv_cache(std::forward<Args>(args)...), config(config), hot(*this, hparams, config), placement(n_seq_max) {
+        set_up();
+    }
 
     //
     // llama_memory_i
@@ -260,6 +246,7 @@ private:
     std::unique_ptr<shift_input> find_moved(ggml_context * ctx) const;
     void build_shift(const shift_graph & graph, ggml_tensor * rows, const moved_rows & moved, uint32_t il) const;
 
+    void set_up();         // what lies beside the rows
     void choose_readers(); // who reads the rows of each layer
     void require_fused(int32_t il) const; // throws where it has to be and is not
     void make_scales();

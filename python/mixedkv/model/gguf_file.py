@@ -34,31 +34,11 @@ _STRING, _ARRAY = 8, 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _ALIGNMENT = 32  # where a file names none
 # llama.cpp's llama_model_rope_type has these without RoPE; granitehybrid has it in some files only
-_WITHOUT_ROPE = frozenset(
-    {
-        "arwkv7",
-        "bloom",
-        "gpt2",
-        "gptj",
-        "granitehybrid",
-        "jais",
-        "jamba",
-        "jina-bert-v2",
-        "kimi-linear",
-        "mamba",
-        "mamba2",
-        "mpt",
-        "nemotron_h",
-        "nemotron_h_moe",
-        "refact",
-        "rwkv6",
-        "rwkv6qwen2",
-        "rwkv7",
-        "t5",
-        "t5encoder",
-        "wavtokenizer-dec",
-    }
-)
+_WITHOUT_ROPE = frozenset({
+    "arwkv7", "bloom", "gpt2", "gptj", "granitehybrid", "jais", "jamba", "jina-bert-v2", "kimi-linear",
+    "mamba", "mamba2", "mpt", "nemotron_h", "nemotron_h_moe", "refact", "rwkv6", "rwkv6qwen2", "rwkv7", "t5",
+    "t5encoder", "wavtokenizer-dec",
+})  # fmt: skip
 _SPLIT_NAME = re.compile(r"^(?P<prefix>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf$", re.S)
 
 
@@ -163,10 +143,12 @@ def read_model_file(path: str | os.PathLike[str]) -> ModelFile:
     model = ModelFile(first.path, first.metadata, first.n_tensors, size, tensors)
     _check_floats(model)
     _check_sizes(model)
-    _check_mtp_layers(model)
     _check_rope(model)
-    _check_temperature(model)
     return model
+
+
+def _refuse(model: ModelFile, why: str) -> NoReturn:
+    raise InvalidModelFileError(f"{model.path} cannot be loaded: {why}")
 
 
 def _check_floats(model: ModelFile) -> None:
@@ -177,11 +159,9 @@ def _check_floats(model: ModelFile) -> None:
         if name == key or not numbers:
             continue
         if any(math.isnan(x) for x in numbers):
-            raise InvalidModelFileError(f"{model.path} cannot be loaded: its {name} is {value}, not a number")
+            _refuse(model, f"its {name} is {value}, not a number")
         if name.endswith("epsilon") and not all(0 <= x <= 1 for x in numbers):
-            raise InvalidModelFileError(
-                f"{model.path} cannot be loaded: its {name} is {value}; a norm's epsilon is from 0 to 1"
-            )
+            _refuse(model, f"its {name} is {value}; a norm's epsilon is from 0 to 1")
 
 
 _LARGEST = {"block_count": 1 << 16, "context_length": INT32_MAX}  # no model is near them
@@ -191,40 +171,27 @@ def _check_sizes(model: ModelFile) -> None:
     """Refuse whole numbers at which llama.cpp divides by zero or ggml ends the process."""
     for name, most in _LARGEST.items():
         if isinstance(n := model.get(name), int) and not 0 <= n <= most:
-            raise InvalidModelFileError(
-                f"{model.path} cannot be loaded: its {name} is {n}: it must be from 0 to {most}"
-            )
+            _refuse(model, f"its {name} is {n}: it must be from 0 to {most}")
     at_least_1 = ["full_attention_interval"]
     if model.architecture == "llama4":
         at_least_1.append("attention.sliding_window")
     for name in at_least_1:
         if model.get(name) == 0:
-            raise InvalidModelFileError(
-                f"{model.path} cannot be loaded: its {name} is 0: it must be 1 or more"
-            )
+            _refuse(model, f"its {name} is 0: it must be 1 or more")
     if isinstance(wkv := model.get("wkv.head_size"), int) and wkv % 32:
-        raise InvalidModelFileError(
-            f"{model.path} cannot be loaded: its wkv.head_size is {wkv}: it must be a multiple of 32"
+        _refuse(model, f"its wkv.head_size is {wkv}: it must be a multiple of 32")
+    scale, length = model.get("attention.temperature_scale"), model.get("attention.temperature_length")
+    if model.architecture == "deepseek2" and scale and not length:  # it grows in steps of no length
+        _refuse(
+            model,
+            f"its attention.temperature_scale is {scale}, and its attention.temperature_length is {length}: "
+            f"it must be 1 or more",
         )
-
-
-def _check_mtp_layers(model: ModelFile) -> None:
-    """Refuse a model all of whose layers guess further tokens."""
     n_layer, n_mtp = model.get("block_count"), n_mtp_layers(model)
     if n_mtp and isinstance(n_layer, int) and n_mtp >= n_layer:
-        raise InvalidModelFileError(
-            f"{model.path} cannot be loaded: {n_mtp} of its {n_layer} layers guess further tokens "
-            f"(nextn_predict_layers), and none are left"
-        )
-
-
-def _check_temperature(model: ModelFile) -> None:
-    """Refuse attention whose temperature grows with the position, in steps of no length."""
-    scale, length = model.get("attention.temperature_scale"), model.get("attention.temperature_length")
-    if model.architecture == "deepseek2" and scale and not length:
-        raise InvalidModelFileError(
-            f"{model.path} cannot be loaded: its attention.temperature_scale is {scale}, and its "
-            f"attention.temperature_length is {length}: it must be 1 or more"
+        _refuse(
+            model,
+            f"{n_mtp} of its {n_layer} layers guess further tokens (nextn_predict_layers), and none are left",
         )
 
 
@@ -240,18 +207,20 @@ def _check_rope(model: ModelFile) -> None:
         and isinstance(elements, int)
         and (not sections or min(sections) < 0 or not any(sections[:3]) or sum(sections) > elements)
     ):
-        raise InvalidModelFileError(
-            f"{model.path} cannot be loaded: its rope.dimension_sections are {sections}; they must be 0 or "
-            f"more, not all 0, and {elements} together at most"
+        _refuse(
+            model,
+            f"its rope.dimension_sections are {sections}; they must be 0 or more, not all 0, and {elements} "
+            f"together at most",
         )
     for end in ("", "_swa"):
         n_rot = model.get(f"rope.dimension_count{end}")
         head = model.get(f"attention.key_length{end}", model.get("attention.key_length", size))
         most = head if isinstance(head, int) else n_rot
         if isinstance(n_rot, int) and (n_rot % 2 or not least <= n_rot <= most):
-            raise InvalidModelFileError(
-                f"{model.path} cannot be loaded: its rope.dimension_count{end} is {n_rot}, and RoPE turns "
-                f"pairs of the {head} elements of a head"
+            _refuse(
+                model,
+                f"its rope.dimension_count{end} is {n_rot}, and RoPE turns pairs of the {head} elements of a "
+                f"head",
             )
 
 

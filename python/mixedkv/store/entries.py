@@ -19,9 +19,9 @@ from mixedkv.store import coverage
 from mixedkv.store.encryption import Cipher, KeyCipher
 from mixedkv.store.entry_row import NOBODY, EntryError, EntryRow, Owner, Reason
 from mixedkv.store.eviction import Eviction
-from mixedkv.store.folder import StoreFolder, as_os_error, file_name, store_root
+from mixedkv.store.folder import StoreFolder, as_os_error, file_name
 from mixedkv.store.identity import Identity
-from mixedkv.store.index import Index, ParentGoneError, UseLog
+from mixedkv.store.index import Index, UseLog
 from mixedkv.store.lookup import (
     BLOCK,
     Search,
@@ -39,6 +39,7 @@ from mixedkv.tokens import Tokens
 
 _LOG = logging.getLogger("mixedkv.store")
 _TRIES = 16
+_LISTED = ("id", "parent", "label", "p0", "p1", "nbytes", "created", "used")
 _FORGET_SECONDS = 0.5  # seconds that a removal waits for readers of the index
 
 
@@ -229,59 +230,40 @@ class Entries:
         content = content_hash(self._cipher, hashes, before, block.tokens)
         if session is not None:
             self.add_to_session(session, [link.entry for link in parent.links] if parent else [], identity)
-        row = self._write_new(identity, block, parent, session, content, hashes)
-        if isinstance(row, str):
-            return row, True
-        if session is not None:
-            self.add_to_session(session, [row.id], identity)
-        self._uses.note([row.id])
-        return row.id, False
+        owner, kept = self._owner(identity), {link.entry for link in parent.links} if parent else set()
 
-    def _write_new(
-        self,
-        identity: Identity,
-        block: KVBlock,
-        parent: Match | None,
-        session: bytes | None,
-        content: bytes,
-        hashes: list[bytes],
-    ) -> EntryRow | str:
-        """Store a block; return the id of the new entry, or of one that is there already and as good."""
+        def store(replaced: str | None) -> str:
+            row, file = seal(
+                self._cipher,
+                identity,
+                block,
+                content,
+                parent.entry if parent else None,
+                on_disk=self._folder.disk is not None,
+            )
+            self._check_budget(row.nbytes, row.parent, owner)
+            listed = hashes[block.p0 // BLOCK :]
+            self._place(row, file, kept, lambda: self._insert(row, listed, owner, replaced, session))
+            self.ram.put(row.id, block)
+            return row.id
+
         try:
             for _ in range(_TRIES):
                 with self._lock:
-                    row = self._index.by_content(content)
-                if row is not None and not coverage.is_better(identity, block, row.rows):
-                    return row
+                    there = self._index.by_content(content)
+                if there is not None and not coverage.is_better(identity, block, there.rows):
+                    break
                 # another thread or process may be storing the same entry, and a third may evict it
                 with suppress(sqlite3.IntegrityError):
-                    return self._write(identity, block, parent, session, row, content, hashes)
+                    return store(there.id if there else None), True
+            else:
+                raise OSError("the index changes faster than it can be read")
         except sqlite3.Error as error:
             raise OSError(f"the index cannot be written: {error}") from error
-        raise OSError("the index changes faster than it can be read")
-
-    def _write(
-        self,
-        identity: Identity,
-        block: KVBlock,
-        parent: Match | None,
-        session: bytes | None,
-        replaced: EntryRow | None,
-        content: bytes,
-        hashes: list[bytes],
-    ) -> str:
-        on_disk = self._folder.disk is not None
-        row, file = seal(
-            self._cipher, identity, block, content, parent.entry if parent else None, on_disk=on_disk
-        )
-        owner = self._owner(identity)
-        self._check_budget(row.nbytes, row.parent, owner)
-        listed = hashes[block.p0 // BLOCK :]
-        old = replaced.id if replaced else None
-        kept = {link.entry for link in parent.links} if parent else set()
-        self._place(row, file, kept, lambda: self._insert(row, listed, owner, old, session))
-        self.ram.put(row.id, block)
-        return row.id
+        if session is not None:
+            self.add_to_session(session, [there.id], identity)
+        self._uses.note([there.id])
+        return there.id, False
 
     def _place(
         self,
@@ -430,14 +412,7 @@ class Entries:
             rows, sessions = self._index.entries(), self._index.sessions.counts()
         return [
             EntryInfo(
-                id=row.id,
-                parent=row.parent,
-                label=row.label,
-                p0=row.p0,
-                p1=row.p1,
-                nbytes=row.nbytes,
-                created=row.created,
-                used=row.used,
+                **{name: getattr(row, name) for name in _LISTED},
                 encrypted=bool(row.key_id),
                 n_sessions=sessions.get(row.id, 0),
                 in_ram=row.id in self.ram,
@@ -512,6 +487,3 @@ class Entries:
         with suppress(sqlite3.Error):
             old.close()
         self.adopt_key()
-
-
-__all__ = ["Entries", "ParentGoneError", "TooLargeError", "store_root"]

@@ -144,4 +144,4 @@ class MessageIds:
         return sum(self._entries.remove(entry) for entry in entries)
 
     def _tenant(self, tenant: str) -> bytes:
-        return self._cipher.digest(b"messages of" + json.dumps(tenant).encode())[:16]
+        return self._cipher.name(b"messages of", json.dumps(tenant))

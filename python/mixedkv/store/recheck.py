@@ -77,7 +77,7 @@ class Recheck:
         """Believe a match whose rows are right; remove wrong entries and say what is wrong with them."""
         problems = again.problems(doubt.spans)
         wrong = [(link, what) for link, what in zip(doubt.links, problems, strict=True) if what]
-        self._tally.rechecked(len(problems) - len(wrong), len(wrong))
+        self._tally.add(n_rechecked=len(problems), n_wrong=len(wrong))
         if not wrong:
             self.believe(link.entry for link in doubt.match.links)
             return ""

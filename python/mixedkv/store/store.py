@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -14,22 +15,23 @@ import numpy.typing as npt
 from mixedkv.card import card, rows_of
 from mixedkv.ids import check_session_id, check_tenant
 from mixedkv.kv.block import KVBlock
+from mixedkv.kv.fetched import Fetched, WrongRowsError
 from mixedkv.kv.row_source import RowSource, check_sequence, exact_tokens, known_tokens
 from mixedkv.kv.rows import NAMES
 from mixedkv.sizes import GB, size_of
 from mixedkv.store import coverage
 from mixedkv.store.encryption import PLAIN_ENTRIES, Cipher, KeyCipher, KeySource, PlainCipher, check_key_id
-from mixedkv.store.entries import Entries, ParentGoneError, TooLargeError, store_root
-from mixedkv.store.entry_row import EntryError, Reason
+from mixedkv.store.entries import Entries, TooLargeError
+from mixedkv.store.entry_row import EXPLAINED, EntryError, Owner, Reason
 from mixedkv.store.eviction import EVICTIONS, Eviction
+from mixedkv.store.folder import store_root
 from mixedkv.store.identity import Identity
+from mixedkv.store.index import ParentGoneError
 from mixedkv.store.lookup import worth_building_on
 from mixedkv.store.message_ids import MessageIds
-from mixedkv.store.ownership import Ownership
 from mixedkv.store.recheck import Recheck
 from mixedkv.store.remote.shared_entries import SharedEntries
 from mixedkv.store.remote.tier import RemoteTier
-from mixedkv.store.restoring import Restorer
 from mixedkv.store.results import (
     NOTHING_SAVED,
     EntryInfo,
@@ -105,7 +107,7 @@ class KVStore:
             _check_number("max_age_seconds", max_age_seconds)
         self._cipher: Cipher = PlainCipher() if key is None else KeyCipher(key)
         self.folder = Path(folder) if folder is not None else None
-        self._owners = Ownership(self._cipher, shares, session_owner)
+        self._shares, self._session_owner = shares, session_owner
         self._remote: RemoteTier | None = None
         kind = Entries if remote is None else SharedEntries
         self._entries = kind(
@@ -115,12 +117,11 @@ class KVStore:
             max_ram_bytes=max_ram_bytes,
             eviction=eviction,
             max_age_seconds=max_age_seconds,
-            owner=self._owners.of,
+            owner=self._owner,
         )
         self.messages = MessageIds(self._entries, self._cipher)
         self._tally = Tally()
         self.recheck = Recheck(self._entries, self._tally, recheck)
-        self._restorer = Restorer(self._find, self._entries, self.recheck, self._tally)
         try:
             if check_key:
                 check_key_id(key_ids := self._entries.key_ids(), self._cipher.key_id, folder)
@@ -201,7 +202,7 @@ class KVStore:
         Raises:
             ValueError: the session's name is refused.
         """
-        member = self._owners.session(check_session_id(session), identity.tenant)
+        member = self._session(session, identity.tenant)
         match = self._entries.session_match(identity, member, n_tokens)
         if match is None:
             self._tally.miss("unknown")
@@ -264,13 +265,42 @@ class KVStore:
         try:
             identity = identity or Identity.of(llm, tenant=tenant)
         except (OSError, ValueError) as error:
-            restored = self._restorer.missed(EntryError("identity", f"it cannot be computed: {error}"))
+            restored = self._missed(EntryError("identity", f"it cannot be computed: {error}"))
         else:
-            restored = self._restorer.restore(llm, wanted, seq, identity, exact_only)
+            restored = self._restore(llm, wanted, seq, identity, exact_only)
         seconds = time.perf_counter() - begin
         if restored.hit:
-            self._tally.restored(seconds)
+            self._tally.add(n_restored=1, seconds_restoring=seconds)
         return replace(restored, seconds=seconds)
+
+    def _restore(
+        self, llm: RowSource, tokens: Tokens, seq: int, identity: Identity, exact_only: bool
+    ) -> Restored:
+        """Restore the longest match that can be read and is right; what is not is removed on the way."""
+        missed: Restored | None = None
+        for _ in range(_TRIES):
+            match, reason = self._find(identity, tokens, exact_only)
+            if match is None:
+                return missed or self._missed(EntryError(reason, EXPLAINED.get(reason, "")))
+            try:
+                blocks, tier = self._entries.read(match)
+                _load(llm, seq, Fetched(blocks, tier, match.exact, self.recheck.doubt(match, llm)))
+            except EntryError as error:
+                missed = self._missed(error)
+                if error.reason in ("refused", "index"):
+                    break
+            else:
+                self._tally.hit(tier, match.n_tokens)
+                passed_over = missed.reason if missed else ""
+                return Restored(
+                    n_tokens=match.n_tokens, exact=match.exact, tier=tier, seconds=0, reason=passed_over
+                )
+        assert missed is not None
+        return missed
+
+    def _missed(self, error: EntryError) -> Restored:
+        self._tally.miss(error.reason)
+        return Restored(n_tokens=0, exact=True, tier="none", seconds=0, reason=str(error))
 
     # --- storing ---
 
@@ -297,7 +327,7 @@ class KVStore:
     def _put(
         self, identity: Identity, block: KVBlock, parent: Match | None, session: str | None
     ) -> tuple[str, bool]:
-        member = None if session is None else self._owners.session(check_session_id(session), identity.tenant)
+        member = None if session is None else self._session(session, identity.tenant)
         if parent is not None and parent.identity != identity:
             raise ValueError("parent: it was computed under another identity")
         if block.foreign:
@@ -442,10 +472,10 @@ class KVStore:
             ValueError: the session has been removed, or its name is refused.
             OSError: it cannot be written.
         """
-        member = self._owners.session(check_session_id(session), match.identity.tenant)
+        member = self._session(session, match.identity.tenant)
         self._entries.add_to_session(member, [link.entry for link in match.links], match.identity)
 
-    # --- looking after it ---
+    # --- removing ---
 
     def remove(self, entry: str | None = None, *, session: str | None = None, tenant: str = "") -> int:
         """Remove an entry, or the entries that belong to one session alone, with all that builds on them.
@@ -460,8 +490,7 @@ class KVStore:
         if (entry is None) == (session is None):
             raise ValueError("remove: give either an entry or a session")
         if session is not None:
-            check_session_id(session)
-            return self._entries.remove_session(self._owners.session(session, check_tenant(tenant)))
+            return self._entries.remove_session(self._session(session, check_tenant(tenant)))
         return self._entries.remove(str(entry))
 
     def remove_orphans(self, living: Iterable[tuple[str, str]], before: float) -> int:
@@ -472,10 +501,31 @@ class KVStore:
         Args:
             living: tenants and sessions.
         """
-        if not self._owners.of_sessions:
+        if not self._session_owner:
             return 0
-        hashes = {self._owners.session(session, tenant) for tenant, session in living}
-        return self._entries.remove_orphans(self._owners.of_sessions, hashes, before)
+        hashes = {self._session(session, tenant) for tenant, session in living}
+        return self._entries.remove_orphans(self._owner_of_sessions, hashes, before)
+
+    # --- whose it is, as hashes ---
+
+    def _owner(self, identity: Identity) -> Owner:
+        share = self._shares(identity.tenant) if self._shares is not None else Share()
+        return Owner(
+            tenant=share.owner or self._cipher.name(b"tenant", identity.tenant),
+            weight=share.weight,
+            max_bytes=share.max_bytes,
+            sessions=self._owner_of_sessions,
+        )
+
+    @property
+    def _owner_of_sessions(self) -> bytes:
+        return self._cipher.name(b"session owner", self._session_owner) if self._session_owner else b""
+
+    def _session(self, session: str, tenant: str) -> bytes:
+        """Return the hash of a session's name; ValueError if it is refused."""
+        return self._cipher.name(b"session", json.dumps([tenant, check_session_id(session)]))
+
+    # --- looking after it ---
 
     def verify(self) -> Verified:
         """Read every file of the store from beginning to end and remove damaged entries."""
@@ -514,7 +564,24 @@ class KVStore:
         )
 
 
+_TRIES = 16  # entries that cannot be read before a restore gives up
 _NO_STATE = "nothing could go on from it: the recurrent layers have no state of that position any more"
+
+
+def _load(llm: RowSource, seq: int, fetched: Fetched) -> None:
+    """Put rows in the place of what a sequence holds.
+
+    Raises:
+        EntryError: the cache refuses them, or they are not the model's.
+    """
+    llm.kv.remove(seq)
+    try:
+        while not fetched.is_loaded:
+            fetched.advance(llm.kv, seq)
+    except WrongRowsError as error:
+        raise EntryError("wrong", str(error)) from error
+    except (ValueError, LookupError) as error:
+        raise EntryError("refused", str(error)) from error
 
 
 def _check_number(field: str, value: float) -> None:

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
 from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, parse_kv
-from mixedkv.config.row_types import ggml_type
-from mixedkv.limits import padded
 from mixedkv.model.footprint import ModelShape
 from mixedkv.model.settle import settle
-
-if TYPE_CHECKING:
-    from mixedkv import _core
 
 DEFAULT_SPECS = ("f16", "q8_0", "q4_0", "mixed:compact", "mixed:balanced", "mixed:quality")
 
@@ -44,19 +39,6 @@ class Setting:
         return isinstance(self.kv, UniformKV) and self.kv.attention == "auto"
 
     @property
-    def type_k(self) -> str:
-        return self.kv.type_k
-
-    @property
-    def type_v(self) -> str:
-        return self.kv.type_v
-
-    @property
-    def type_ids(self) -> tuple[int, int]:
-        """Ggml's numbers of the types of K and V."""
-        return ggml_type(self.kv.type_k), ggml_type(self.kv.type_v)
-
-    @property
     def window(self) -> int | None:
         """Tokens whose rows a mixed cache keeps in F16; None for a cache that is not mixed."""
         return self.kv.quantization_threshold if isinstance(self.kv, MixedKVConfig) else None
@@ -72,13 +54,9 @@ class Setting:
         kv = settle(self.kv, shape, n_ctx)
         return replace(self, spec=str(kv), kv=kv)
 
-    def check_context(self, n_ctx: int) -> None:
-        """Raise ValueError if the cache cannot have the context that llama.cpp makes of `n_ctx` tokens."""
-        self.kv.check_context(padded(n_ctx))
-
-    def native(self) -> _core.CacheConfig | None:
-        """Return the setting as the native library takes it, or None for a cache of llama.cpp's own."""
-        return self.kv.native()
+    def head(self, threads: int) -> dict[str, Any]:
+        """Return the fields of `Row` that say what was measured."""
+        return {"kv": self.spec, "flash_attn": self.flash_attn, "threads": threads}
 
 
 REFERENCE = Setting(spec="f32", kv=UniformKV(type_k="f32", type_v="f32"), flash_attn=False)

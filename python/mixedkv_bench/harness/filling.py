@@ -79,7 +79,7 @@ class Fill:
 def _synthetic(context: Context, depth: int, window: int, peaked: bool) -> Fill:
     template = _Template.read(_decoded(context, _PREFIX), context)
     if peaked:
-        template.type_k = context.setting.type_k
+        template.type_k = context.setting.kv.type_k
         if template.type_k not in _BLOCKS:
             raise CannotRunError(f"keys in {template.type_k} cannot be peaked: only {', '.join(_BLOCKS)}")
     kind = "peaked" if peaked else "synthetic"

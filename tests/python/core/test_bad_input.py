@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from mixedkv import Llama, MixedKVConfig, _core
 from mixedkv.bundled import model_path
 from mixedkv.errors import InvalidModelFileError, UnsupportedModelError
+from mixedkv.model.gguf_copy import write_and_close
 from mixedkv.model.gguf_file import read_model_file
 from support import zoo
 
@@ -264,10 +265,7 @@ def test_damaged_headers_are_an_error_or_a_header(tmp_path: Path, data: st.DataO
 def test_unknown_architecture(tmp_path: Path) -> None:
     path = tmp_path / "odd.gguf"
     writer = gguf.GGUFWriter(path, "abacus")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_and_close(writer)
     with pytest.raises(InvalidModelFileError, match=r"llama.cpp refuses it .*abacus"):
         Llama(path, verbose=False)
 
@@ -287,10 +285,7 @@ def split(folder: Path, count: int = 2) -> Path:
         writer.add_int32("split.tensors.count", len(names))
         for name in names[no::count]:
             writer.add_tensor(name, model.tensors[name])
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        write_and_close(writer)
     return folder / f"tiny-00001-of-{count:05d}.gguf"
 
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from mixedkv import _core, _native
+from mixedkv._native import cmake_dir, include_dir
 from mixedkv.bundled import model_path
-from mixedkv.native.library_paths import cmake_dir, include_dir
 from support import REPOSITORY, zoo
 from support.harness import Ctx, Mixed, Uniform, prompt, rel_rms
 

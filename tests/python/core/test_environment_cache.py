@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mixedkv._native import cmake_dir, include_dir
 from mixedkv.bundled import model_path
-from mixedkv.native.library_paths import cmake_dir, include_dir
 from support import REPOSITORY
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="preloads a library")

@@ -103,7 +103,7 @@ def test_a_server_is_fitted_with_all_that_it_loads(
         "--speculation": lambda: path,
         "--embeddings": lambda: "",
     }[option]()
-    monkeypatch.setattr("mixedkv.llama.memory_room", lambda: 45 << 20)
+    monkeypatch.setattr("mixedkv.context_choice.memory_room", lambda: 45 << 20)
 
     def served(**options: object) -> int:
         settings = ServerSettings(model=(str(path),), **options)
@@ -155,7 +155,7 @@ def test_a_llama_is_fitted_into_its_control_group(tmp_path: Path, monkeypatch: p
     proc, groups = tmp_path / "proc", tmp_path / "groups"
     (proc / "self").mkdir(parents=True)
     (proc / "meminfo").write_text(f"MemTotal: {24 << 20} kB\nMemAvailable: {23 << 20} kB\n")
-    monkeypatch.setattr("mixedkv.llama.memory_room", lambda: memory_room(proc, groups))
+    monkeypatch.setattr("mixedkv.context_choice.memory_room", lambda: memory_room(proc, groups))
     size = model_path().stat().st_size
     for line, folder, limit, usage in (
         ("0::/box", groups / "box", "memory.max", "memory.current"),

@@ -13,6 +13,7 @@ import pytest
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.errors import UnsupportedModelError
+from mixedkv.model.gguf_copy import write_and_close
 from mixedkv.split.client import SplitClient
 from mixedkv.split.cloak import rotation
 from mixedkv.split.export import Exported, export
@@ -35,10 +36,7 @@ def _as_f32(source: Path, path: Path) -> Path:
     for tensor in reader.tensors:
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
         writer.add_tensor(tensor.name, values.reshape(tuple(tensor.shape)[::-1]).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_and_close(writer)
     return path
 
 

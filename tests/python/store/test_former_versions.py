@@ -12,7 +12,7 @@ import pytest
 from mixedkv.kv.rows import COMPUTED, DOUBTED
 from mixedkv.store import KVStore
 from mixedkv.store.lookup import worth_building_on
-from support.store_support import identity, make_block
+from support.store_support import identity, make_block, stored_match
 
 pytestmark = pytest.mark.core
 
@@ -28,8 +28,7 @@ def store(tmp_path: Path) -> Iterator[KVStore]:
 
 
 def test_they_are_found_and_not_exact(store: KVStore) -> None:
-    match = store.find(identity(), TOKENS)
-    assert match is not None
+    match = stored_match(store, identity(), TOKENS)
     assert (match.n_tokens, match.exact, match.computed) == (64, False, False)
     assert store.find(identity(), TOKENS, exact_only=True) is None
     assert store.stats().misses == {"inexact": 1}
@@ -45,8 +44,7 @@ def test_their_rows_are_doubted(store: KVStore) -> None:
 def test_what_is_stored_anew_takes_their_place(store: KVStore) -> None:
     assert worth_building_on(store.find(identity(), TOKENS), 64) is None
     store.put(identity(), make_block(TOKENS))
-    match = store.find(identity(), TOKENS, exact_only=True)
-    assert match is not None
+    match = stored_match(store, identity(), TOKENS, exact_only=True)
     assert match.exact
     (block,) = store.read(match)  # type: ignore[misc]
     assert (block.truth == COMPUTED).all()
@@ -55,8 +53,7 @@ def test_what_is_stored_anew_takes_their_place(store: KVStore) -> None:
 
 def test_what_builds_on_them_is_not_exact(store: KVStore) -> None:
     store.put(identity(), make_block([7, 8], 64), store.find(identity(), TOKENS))
-    match = store.find(identity(), [*TOKENS, 7, 8])
-    assert match is not None
+    match = stored_match(store, identity(), [*TOKENS, 7, 8])
     assert (match.n_tokens, match.exact) == (66, False)
     assert [link.computed for link in match.links] == [False, True]
 

@@ -17,7 +17,7 @@ import pytest
 from mixedkv.store import KVStore
 from mixedkv.store.encryption import HEADER
 from mixedkv.store.entry_row import REASONS
-from support.store_support import identity, make_block, put_chain, same
+from support.store_support import identity, make_block, put_chain, same, stored_match
 
 WHO = identity()
 TOKENS = list(range(300, 350))
@@ -158,8 +158,7 @@ def test_a_damaged_file_is_a_miss(
             while (damaged := damage(whole, rng)) == whole:
                 pass
             path.write_bytes(damaged)
-            match = store.find(WHO, TOKENS)
-            assert match is not None
+            match = stored_match(store, WHO, TOKENS)
             assert store.read(match) is None, f"{name} {n} was read"
             assert store.find(WHO, TOKENS) is None  # it is gone, so that it can be stored again
             assert not path.exists()
@@ -227,9 +226,7 @@ def test_what_builds_on_a_damaged_entry_goes_with_it(tmp_path: Path) -> None:
         assert [entry.id for entry in store.entries()] == entries[:1]
         assert len(list(tmp_path.rglob("*.safetensors"))) == 1
         put_chain(store, WHO, TOKENS, [10, 20, 30])
-        match = store.find(WHO, TOKENS)
-        assert match is not None
-        assert match.n_tokens == 30
+        assert stored_match(store, WHO, TOKENS).n_tokens == 30
 
 
 def test_verify_finds_damage(tmp_path: Path) -> None:
@@ -316,8 +313,7 @@ def test_a_row_moved_behind_other_tokens(tmp_path: Path, key: bytes | None) -> N
         change_index(tmp_path, "UPDATE entries SET parent = ? WHERE id = ?", second, entry)
         copied = "INSERT INTO blocks SELECT hash, ? FROM blocks WHERE entry = ?"
         change_index(tmp_path, copied, entry, second, rows=3)
-        match = store.find(WHO, [*b, *rest])
-        assert match is not None
+        match = stored_match(store, WHO, [*b, *rest])
         assert [link.entry for link in match.links] == [second]
         assert {entry.id for entry in store.entries()} == {first, second}
 
@@ -359,8 +355,7 @@ def test_a_damaged_index_is_an_empty_store(tmp_path: Path, content: bytes) -> No
 def test_an_index_that_breaks_while_it_is_used(tmp_path: Path) -> None:
     with fast_store(tmp_path) as store:
         store.put(WHO, BLOCK)
-        match = store.find(WHO, TOKENS)
-        assert match is not None
+        match = stored_match(store, WHO, TOKENS)
         change_index(tmp_path, "DROP TABLE blocks", rows=-1)
         change_index(tmp_path, "ALTER TABLE entries RENAME TO gone", rows=-1)
         assert store.find(WHO, TOKENS) is None

@@ -13,7 +13,7 @@ from mixedkv.store.encryption import KeyCipher, decrypt
 from mixedkv.store.entry_row import EntryError
 from mixedkv.store.index import Index
 from mixedkv.store.lookup import key_context
-from support.store_support import identity, make_block, put_chain, same
+from support.store_support import identity, make_block, put_chain, same, stored_match
 
 WHO = identity(tenant="secret-tenant")
 TOKENS = list(range(70_000, 70_100))
@@ -72,8 +72,7 @@ def test_another_process_reads_it_with_the_key_file(tmp_path: Path) -> None:
     with open_store(tmp_path / "kv") as store:
         put_chain(store, WHO, TOKENS, [30, 100])
     with KVStore(tmp_path / "kv", key=key_from_file(tmp_path / "key")) as store:
-        match = store.find(WHO, TOKENS)
-        assert match is not None
+        match = stored_match(store, WHO, TOKENS)
         blocks = store.read(match) or []
         assert same(blocks[0], make_block(TOKENS[:30]))
         assert same(blocks[1], make_block(TOKENS[30:], 30))
@@ -215,8 +214,7 @@ def test_another_master_key(tmp_path: Path) -> None:
     assert rekey(tmp_path, lambda: OTHER_KEY, lambda: third) == 3
     assert everything(tmp_path / "v1" / "entries") == old
     with KVStore(tmp_path, key=lambda: third) as store:
-        match = store.find(WHO, TOKENS)
-        assert match is not None
+        match = stored_match(store, WHO, TOKENS)
         assert match.n_tokens == 100
         blocks = store.read(match) or []
         assert same(blocks[1], make_block(TOKENS[40:], 40))
@@ -282,8 +280,7 @@ def test_message_ids_are_kept(tmp_path: Path) -> None:
         for tenant in ("", "alice", "bob"):
             who = identity(tenant=tenant)
             store.put(who, BLOCK)
-            match = store.find(who, TOKENS)
-            assert match is not None
+            match = stored_match(store, who, TOKENS)
             store.messages.note(match, [("first", 10), ("second", 90)])
     assert encrypt_plain(tmp_path, lambda: KEY, ["alice"]) == (3, 0)
     with KVStore(tmp_path, key=lambda: KEY) as store:
@@ -304,6 +301,4 @@ def test_what_branches_off_within_another_entry_is_encrypted_too(tmp_path: Path)
     assert encrypt_plain(tmp_path, lambda: KEY) == (2, 0)
     with KVStore(tmp_path, key=lambda: KEY) as store:
         for tokens in (TOKENS, other):
-            match = store.find(WHO, tokens)
-            assert match is not None
-            assert match.n_tokens == len(tokens)
+            assert stored_match(store, WHO, tokens).n_tokens == len(tokens)

@@ -16,7 +16,7 @@ from mixedkv.store import KVStore, Share
 from mixedkv.store.eviction import Eviction
 from mixedkv.store.tiers.disk import DiskTier
 from mixedkv.store.tiers.ram import RamTier
-from support.store_support import identity, make_block, put_chain, same
+from support.store_support import identity, make_block, put_chain, same, stored_match
 
 pytestmark = pytest.mark.core
 
@@ -42,8 +42,7 @@ def stored(store: KVStore) -> set[int]:
 
 
 def read(store: KVStore, i: int) -> None:
-    match = store.find(WHO, tokens(i))
-    assert match is not None
+    match = stored_match(store, WHO, tokens(i))
     assert same((store.read(match) or [])[0], block(i))
 
 
@@ -193,9 +192,7 @@ def test_a_new_entry_never_evicts_what_it_builds_on(tmp_path: Path) -> None:
     with KVStore(tmp_path / "other", max_kv_size_gb=(size + 10) / 1e9) as store:
         store.put(WHO, block(5))
         put_chain(store, WHO, list(range(96)), [32, 64, 96])
-        match = store.find(WHO, list(range(96)))
-        assert match is not None
-        assert match.n_tokens == 96
+        assert stored_match(store, WHO, list(range(96))).n_tokens == 96
         assert stored(store) == set()
 
 
@@ -218,14 +215,12 @@ def test_a_chain_larger_than_the_budget(tmp_path: Path, where: str) -> None:
     with KVStore(folder, max_ram_bytes=4 * size, max_kv_size_gb=4 * size / 1e9) as store:
         with pytest.raises(ValueError, match="more than the budget"):
             put_chain(store, WHO, chain, list(range(N, 8 * N + 1, N)))
-        match = store.find(WHO, chain)
-        assert match is not None
+        match = stored_match(store, WHO, chain)
         assert store.stats().n_entries == match.n_tokens // N == len(match.links) >= 3
         assert store.stats().n_evicted == store.gc().n_evicted == 0
         store.put(WHO, block(0))
         store.put(WHO, block(1))
-        found = store.find(WHO, chain)
-        assert found is not None
+        found = stored_match(store, WHO, chain)
         assert store.read(found) is not None
 
 
@@ -288,8 +283,7 @@ def test_settings_that_are_refused(options: dict, message: str) -> None:
 def test_evicted_between_finding_and_reading(tmp_path: Path) -> None:
     with KVStore(tmp_path / "kv", max_ram_bytes=0) as store:
         entry = store.put(WHO, block(0))
-        match = store.find(WHO, tokens(0))
-        assert match is not None
+        match = stored_match(store, WHO, tokens(0))
         with KVStore(tmp_path / "kv", max_kv_size_gb=0) as other:
             assert other.gc().n_evicted == 1
         assert store.read(match) is None

@@ -17,7 +17,7 @@ from mixedkv.sessions.manager import open_metadata
 from mixedkv.sessions.metadata import beside
 from mixedkv.store import KVStore
 from mixedkv.store.tiers.disk import DiskTier, FullDisk
-from support.store_support import identity, make_block
+from support.store_support import identity, make_block, stored_match
 
 WHO = identity()
 
@@ -143,8 +143,7 @@ def test_a_folder_that_was_deleted_is_made_again(tmp_path: Path, caplog: pytest.
         store.put(WHO, make_block(list(range(500, 600))))
     assert len([record for record in caplog.records if "was deleted" in record.message]) == 2
     with KVStore(folder) as store:
-        match = store.find(WHO, list(range(500, 600)))
-        assert match is not None
+        match = stored_match(store, WHO, list(range(500, 600)))
         assert store.read(match)
 
 

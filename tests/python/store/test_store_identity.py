@@ -14,6 +14,7 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.errors import InvalidModelFileError
 from mixedkv.model.fingerprint import adapter_fingerprint, fingerprint
+from mixedkv.model.gguf_copy import write_and_close
 from mixedkv.model.gguf_file import file_stamp
 from mixedkv.store import Identity, KVStore
 from mixedkv.store.identity import _check_files
@@ -32,10 +33,7 @@ def write_large(path: Path, *, seed: int = 0, changed: int = -1, key: str = "") 
     for i in range(N_TENSORS):
         rng = np.random.default_rng([seed, i, i == changed])
         writer.add_tensor(f"tensor.{i}", rng.standard_normal((1024, 1024)).astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_and_close(writer)
     return path
 
 
@@ -83,10 +81,7 @@ def write_split(folder: Path, second: int) -> Path:
         writer.add_uint16("split.count", 2)
         writer.add_uint16("split.no", no)
         writer.add_tensor(f"t.{no}", np.full((4, 4), second if no else 7, np.float32))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        write_and_close(writer)
     return folder / "m-00001-of-00002.gguf"
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from mixedkv.store import KVStore
 from mixedkv.store.tiers.disk import DiskTier
-from support.store_support import identity, make_block, same
+from support.store_support import identity, make_block, same, stored_match
 
 pytestmark = pytest.mark.core
 
@@ -97,8 +97,7 @@ def test_killed_while_writing(tmp_path: Path, key: bytes | None) -> None:
 
 def check_sequence(store: KVStore, i: int, n: int) -> None:
     tokens = sequence(i)[:n]
-    match = store.find(WHO, tokens)
-    assert match is not None
+    match = stored_match(store, WHO, tokens)
     assert match.n_tokens == n
     blocks = store.read(match)
     assert blocks is not None
@@ -142,8 +141,7 @@ def test_what_one_process_stores_another_finds_and_removes(tmp_path: Path) -> No
                 other.put(WHO, make_block(tokens), session="chat")
 
         assert exit_code(fork(work)) == 0
-        match = store.find(WHO, tokens)
-        assert match is not None
+        match = stored_match(store, WHO, tokens)
         assert same((store.read(match) or [])[0], make_block(tokens))
         assert store.stats().n_ram == 1
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mixedkv.store import Identity, KVStore
 from mixedkv.store.index import Index
-from support.store_support import identity, make_block, put_chain, same
+from support.store_support import identity, make_block, put_chain, same, stored_match
 
 pytestmark = pytest.mark.core
 
@@ -31,8 +31,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
 def test_what_was_put_is_read(store: KVStore) -> None:
     block = make_block(TOKENS, kind="q4_0", hot=[0, 1, 198, 199])
     store.put(WHO, block)
-    match = store.find(WHO, TOKENS)
-    assert match is not None
+    match = stored_match(store, WHO, TOKENS)
     assert match.tokens.tolist() == TOKENS
     for _ in range(2):  # reading takes nothing out
         (read,) = store.read(match) or []
@@ -44,8 +43,7 @@ def test_what_was_put_is_read(store: KVStore) -> None:
 def test_a_match_may_end_anywhere(store: KVStore, n: int) -> None:
     block = make_block(TOKENS)
     store.put(WHO, block)
-    match = store.find(WHO, [*TOKENS[:n], 1, 2, 3])
-    assert match is not None
+    match = stored_match(store, WHO, [*TOKENS[:n], 1, 2, 3])
     assert (match.n_tokens, match.exact) == (n, True)
     (read,) = store.read(match) or []
     assert same(read, block.slice(0, n))
@@ -53,8 +51,7 @@ def test_a_match_may_end_anywhere(store: KVStore, n: int) -> None:
 
 def test_a_chain_is_read_in_order(store: KVStore) -> None:
     entries = put_chain(store, WHO, TOKENS, [40, 77, 200])
-    match = store.find(WHO, TOKENS[:150])
-    assert match is not None
+    match = stored_match(store, WHO, TOKENS[:150])
     assert [link.entry for link in match.links] == entries
     assert [(link.p0, link.end, link.p1) for link in match.links] == [
         (0, 40, 40),
@@ -71,13 +68,11 @@ def test_an_entry_may_build_on_a_part_of_another(store: KVStore) -> None:
     first = make_block(TOKENS)
     store.put(WHO, first)
     other = [*TOKENS[:101], *range(50)]
-    parent = store.find(WHO, other)
-    assert parent is not None
+    parent = stored_match(store, WHO, other)
     assert parent.n_tokens == 101
     second = make_block(other[101:], 101)
     store.put(WHO, second, parent)
-    match = store.find(WHO, other)
-    assert match is not None
+    match = stored_match(store, WHO, other)
     assert match.n_tokens == 151
     blocks = store.read(match) or []
     assert same(blocks[0], first.slice(0, 101))
@@ -87,8 +82,7 @@ def test_an_entry_may_build_on_a_part_of_another(store: KVStore) -> None:
 def test_where_blocks_come_from(tmp_path: Path) -> None:
     with KVStore(tmp_path) as store:
         put_chain(store, WHO, TOKENS, [40, 77])
-        match = store.find(WHO, TOKENS)
-        assert match is not None
+        match = stored_match(store, WHO, TOKENS)
         assert (store.read_from(match) or ())[1] == "ram"
     with KVStore(tmp_path) as store:
         blocks, tier = store.read_from(match) or ([], "")
@@ -106,9 +100,7 @@ def test_nothing_is_stored_twice(store: KVStore) -> None:
 
 def test_max_tokens(store: KVStore) -> None:
     store.put(WHO, make_block(TOKENS))
-    match = store.find(WHO, TOKENS, max_tokens=199)
-    assert match is not None
-    assert match.n_tokens == 199
+    assert stored_match(store, WHO, TOKENS, max_tokens=199).n_tokens == 199
 
 
 def test_misses(store: KVStore) -> None:
@@ -144,8 +136,7 @@ def test_never_across_identities(store: KVStore, other: Identity) -> None:
     with pytest.raises(ValueError, match="another identity"):
         store.put(other, make_block([1], 200), match)
     store.put(other, make_block(TOKENS[:50], seed=1))
-    found = store.find(other, TOKENS)
-    assert found is not None
+    found = stored_match(store, other, TOKENS)
     assert found.n_tokens == 50
     (block,) = store.read(found) or []
     assert same(block, make_block(TOKENS[:50], seed=1))
@@ -213,8 +204,7 @@ def test_a_mixed_cache_is_exact_where_its_window_was_stored(store: KVStore) -> N
     store.put(MIXED, make_block(TOKENS[:100], kind="q4_0", hot=hot_at(100)))
     worth = {}
     for n in (100, 99, 96, 95, 90, 36, 3):
-        match = store.find(MIXED, TOKENS[:n])
-        assert match is not None
+        match = stored_match(store, MIXED, TOKENS[:n])
         assert match.n_tokens == n
         worth[n] = match.exact
     # At 95 tokens the window begins at 64, of which the rows up to 80 had left it when this was stored.
@@ -227,23 +217,18 @@ def test_a_chain_of_a_mixed_cache(store: KVStore) -> None:
     store.put(MIXED, make_block(TOKENS[:100], kind="q4_0", hot=hot_at(100)))
     parent = store.find(MIXED, TOKENS[:100])
     store.put(MIXED, make_block(TOKENS[100:110], 100, kind="q4_0", hot=hot_at(110)), parent)
-    match = store.find(MIXED, TOKENS[:110])
-    assert match is not None
+    match = stored_match(store, MIXED, TOKENS[:110])
     assert (match.n_tokens, match.exact, len(match.links)) == (110, True, 2)
-    exact = store.find(MIXED, [*TOKENS[:98], 0], exact_only=True)
-    assert exact is not None
-    assert exact.n_tokens == 98
+    assert stored_match(store, MIXED, [*TOKENS[:98], 0], exact_only=True).n_tokens == 98
 
 
 def test_exact_only_goes_back_to_where_it_is_exact(store: KVStore) -> None:
     store.put(MIXED, make_block(TOKENS[:60], kind="q4_0", hot=hot_at(60)))
     parent = store.find(MIXED, TOKENS[:60])
     store.put(MIXED, make_block(TOKENS[60:200], 60, kind="q4_0", hot=hot_at(200)), parent)
-    match = store.find(MIXED, TOKENS[:150], exact_only=True)
-    assert match is not None
+    match = stored_match(store, MIXED, TOKENS[:150], exact_only=True)
     assert (match.n_tokens, match.exact, len(match.links)) == (60, True, 1)
-    match = store.find(MIXED, TOKENS[:150])
-    assert match is not None
+    match = stored_match(store, MIXED, TOKENS[:150])
     assert (match.n_tokens, match.exact, len(match.links)) == (150, False, 2)
 
 
@@ -276,8 +261,7 @@ def test_a_better_block_takes_the_place_of_a_poor_one(store: KVStore) -> None:
     assert store.find(MIXED, TOKENS[:100], exact_only=True) is None
     second = store.put(MIXED, whole)
     assert store.put(MIXED, poor) == store.put(MIXED, whole) == second != first
-    match = store.find(MIXED, TOKENS, exact_only=True)
-    assert match is not None
+    match = stored_match(store, MIXED, TOKENS, exact_only=True)
     assert [link.entry for link in match.links] == [second, child]
     assert same((store.read(match) or [])[0], whole)
     assert len(store.entries()) == 2
@@ -297,10 +281,6 @@ def test_a_search_looks_at_some_of_many(store: KVStore, monkeypatch: pytest.Monk
     loaded: list[str] = []
     get = Index.get
     monkeypatch.setattr(Index, "get", lambda index, entry: loaded.append(entry) or get(index, entry))
-    match = store.find(WHO, [*system, 7, *range(500)])
-    assert match is not None
-    assert match.n_tokens == 100
+    assert stored_match(store, WHO, [*system, 7, *range(500)]).n_tokens == 100
     assert 1 < len(loaded) == len(set(loaded)) <= 256
-    match = store.find(WHO, [*system, 1399, *range(100)])
-    assert match is not None
-    assert match.n_tokens == 201
+    assert stored_match(store, WHO, [*system, 1399, *range(100)]).n_tokens == 201

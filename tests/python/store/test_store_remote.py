@@ -23,7 +23,7 @@ from mixedkv.store.remote.listing import PIECE
 from support import TESTS
 from support.patience import PATIENCE, wait_for
 from support.remote_servers import PATIENT, Line, redis_server, redis_url, s3_server, s3_url
-from support.store_support import identity, make_block, put_chain, same
+from support.store_support import identity, make_block, put_chain, same, stored_match
 
 WHO = identity()
 TOKENS = list(range(500, 700))
@@ -102,8 +102,7 @@ def test_what_one_store_wrote_another_finds(
         put_chain(store, WHO, TOKENS, [40, 77, 200])
         sent(store)
     with open_store(remote(), tmp_path / "b" if on_disk else None, key) as other:
-        match = other.find(WHO, [*TOKENS, 1, 2, 3])
-        assert match is not None
+        match = stored_match(other, WHO, [*TOKENS, 1, 2, 3])
         assert (match.n_tokens, match.exact, len(match.links)) == (200, True, 3)
         found = other.read_from(match)
         assert found is not None
@@ -118,9 +117,7 @@ def test_what_one_store_wrote_another_finds(
         assert other.stats().hits == {"remote": 1, "ram": 1}
     if on_disk:  # and stays here, without the remote
         with KVStore(tmp_path / "b", key=None if key is None else lambda: key) as alone:
-            match = alone.find(WHO, TOKENS)
-            assert match is not None
-            assert match.n_tokens == 200
+            assert stored_match(alone, WHO, TOKENS).n_tokens == 200
             assert alone.verify().n_whole == 3
 
 
@@ -130,8 +127,7 @@ def test_entries_of_many_pieces(
     monkeypatch.setattr(listing, "PIECE", 4096)
     write(remote())
     with open_store(remote(), tmp_path) as other:
-        match = other.find(WHO, TOKENS)
-        assert match is not None
+        match = stored_match(other, WHO, TOKENS)
         assert match.n_tokens == 200
         blocks = other.read(match)
         assert blocks is not None
@@ -168,12 +164,9 @@ def test_a_longer_prefix_is_taken_over_and_a_shorter_is_not(remote: Callable[...
         stats = other.stats().remote
         assert stats is not None
         assert stats.bytes_read == 0
-        match = other.find(WHO, [*TOKENS[:180], 7, 8])
-        assert match is not None
+        match = stored_match(other, WHO, [*TOKENS[:180], 7, 8])
         assert (match.n_tokens, len(match.links)) == (180, 2)
-        match = other.find(WHO, [*TOKENS, 1], remote=False)
-        assert match is not None
-        assert match.n_tokens == 200
+        assert stored_match(other, WHO, [*TOKENS, 1], remote=False).n_tokens == 200
 
 
 def test_what_it_builds_on_is_sent_again_if_it_is_gone(redis_port: int) -> None:
@@ -185,9 +178,7 @@ def test_what_it_builds_on_is_sent_again_if_it_is_gone(redis_port: int) -> None:
         put_chain(store, WHO, TOKENS, [80, 200])
         sent(store)
     with open_store(url) as other:
-        match = other.find(WHO, TOKENS)
-        assert match is not None
-        assert match.n_tokens == 200
+        assert stored_match(other, WHO, TOKENS).n_tokens == 200
 
 
 @pytest.mark.parametrize("change", ["key", "tenant", "settings", "no key"])
@@ -200,8 +191,7 @@ def test_others_find_nothing(remote: Callable[..., str], change: str) -> None:
         put_chain(other, who, TOKENS, [200])  # nor is what is there overwritten
         sent(other)
     with open_store(remote()) as one:
-        match = one.find(WHO, TOKENS)
-        assert match is not None
+        match = stored_match(one, WHO, TOKENS)
         assert one.read(match) is not None
 
 
@@ -222,8 +212,7 @@ def test_what_is_removed_goes_there_too(remote: Callable[..., str]) -> None:
         assert store.remove(entries[1]) == 1
         sent(store)
     with open_store(remote()) as other:
-        match = other.find(WHO, TOKENS)
-        assert match is not None
+        match = stored_match(other, WHO, TOKENS)
         assert match.n_tokens == 40
         session = other.put(WHO, make_block(TOKENS[40:], 40), match, session="chat-7")
         sent(other)
@@ -241,9 +230,7 @@ def test_what_is_evicted_stays_there(remote: Callable[..., str], tmp_path: Path)
         sent(store)
         store.put(WHO, make_block([7, *TOKENS[1:]]))
         assert len(store.entries()) == 1
-        match = store.find(WHO, TOKENS)
-        assert match is not None
-        assert match.n_tokens == 200
+        assert stored_match(store, WHO, TOKENS).n_tokens == 200
 
 
 def test_what_has_no_room_here_is_not_read(redis_port: int, tmp_path: Path) -> None:
@@ -420,9 +407,7 @@ def test_what_waits_to_be_sent_is_bounded(
         assert sum("takes less than is stored" in record.getMessage() for record in caplog.records) == 1
         sent(store)
         for i in range(20):
-            match = store.find(WHO, [i, *TOKENS])
-            assert match is not None
-            assert match.n_tokens == len(TOKENS) + 1
+            assert stored_match(store, WHO, [i, *TOKENS]).n_tokens == len(TOKENS) + 1
         assert [open_and_find(port, [i, *TOKENS]) for i in range(20)] == [i < 4 for i in range(20)]
 
 
@@ -473,8 +458,7 @@ def test_who_takes_over_the_same_leaves_the_others_file(redis_port: int, tmp_pat
                 found = list(pool.map(lambda store: store.find(WHO, TOKENS), (one, other)))
         assert [match and match.n_tokens for match in found] == [200, 200]
     with KVStore(tmp_path, key=lambda: KEY) as alone:
-        match = alone.find(WHO, TOKENS)
-        assert match is not None
+        match = stored_match(alone, WHO, TOKENS)
         assert match.n_tokens == 200
         assert alone.read(match) is not None
 
@@ -503,9 +487,7 @@ def test_who_may_only_read_reads(redis_port: int, tmp_path: Path) -> None:
     with open_store(url) as store:
         store.put(WHO, make_block(list(range(64)), 0))
         sent(store)
-        match = store.find(WHO, TOKENS)
-        assert match is not None
-        assert match.n_tokens == 200
+        assert stored_match(store, WHO, TOKENS).n_tokens == 200
         stats = store.stats().remote
         assert stats is not None
         assert (stats.up, stats.refused, stats.failures) == (True, 1, 0)

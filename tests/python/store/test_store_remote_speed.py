@@ -12,7 +12,7 @@ import pytest
 
 from mixedkv.store import KVStore
 from support.remote_servers import redis_server
-from support.store_support import identity, make_block, same
+from support.store_support import identity, make_block, same, stored_match
 
 WHO, KEY = identity(), b"k" * 32
 TOKENS = list(range(8192))
@@ -49,8 +49,7 @@ def restore(url: str, folder: Path | None, tier: str) -> float:
     """Gigabytes per second of finding and reading 134 MB."""
     with KVStore(folder, remote=url, key=lambda: KEY, max_ram_bytes=2**31) as store:
         begin = time.perf_counter()
-        match = store.find(WHO, [*TOKENS, 1])
-        assert match is not None
+        match = stored_match(store, WHO, [*TOKENS, 1])
         found = store.read_from(match)
         seconds = time.perf_counter() - begin
         assert found is not None
@@ -69,8 +68,7 @@ def test_rows_out_of_redis(tmp_path: Path) -> None:
             assert store._remote is not None
             assert store._remote.flush(60)
         with KVStore(None, remote=url, key=lambda: KEY, max_ram_bytes=2**31) as store:
-            match = store.find(WHO, TOKENS)
-            assert match is not None
+            match = stored_match(store, WHO, TOKENS)
             (found,) = store.read(match) or []
             assert same(found, block)
         names = sorted(redis.Redis(port=port).keys("*piece*"))

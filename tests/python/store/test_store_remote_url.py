@@ -10,7 +10,7 @@ import pytest
 from mixedkv.store import KVStore
 from support.patience import PATIENCE
 from support.remote_servers import PATIENT, free_port, redis_server, redis_url, s3_server, s3_url
-from support.store_support import identity, put_chain
+from support.store_support import identity, put_chain, stored_match
 
 WHO = identity()
 TOKENS = list(range(500, 700))
@@ -104,6 +104,4 @@ def test_a_server_that_is_gone_at_the_start(
     with KVStore(None, remote=url) as store:
         assert "does not answer: the store goes without it" in caplog.text
         put_chain(store, WHO, TOKENS, [200])
-        match = store.find(WHO, [*TOKENS, *range(100)])
-        assert match is not None
-        assert match.n_tokens == 200
+        assert stored_match(store, WHO, [*TOKENS, *range(100)]).n_tokens == 200

@@ -10,7 +10,7 @@ import pytest
 from mixedkv.ids import check_session_id, check_tenant
 from mixedkv.store import KVStore
 from support.store_child import open_llama
-from support.store_support import identity, make_block
+from support.store_support import identity, make_block, stored_match
 
 WHO = identity()
 SYSTEM = list(range(40))
@@ -178,8 +178,7 @@ def test_what_a_session_has_is_found_without_its_tokens(tmp_path: Path) -> None:
         store.put(WHO, make_block(SYSTEM), session="a")
         parent = store.find(WHO, SYSTEM)
         store.put(WHO, make_block([100, 101], 40), parent, session="b")
-        longest = store.find(WHO, CHAT_A)
-        assert longest is not None
+        longest = stored_match(store, WHO, CHAT_A)
         store.add_to_session(longest, "c")
         for session, n in (("a", 40), ("b", 42), ("b", 40), ("b", 17), ("c", 42)):
             match = store.find_session(WHO, session, n)

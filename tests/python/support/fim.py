@@ -8,6 +8,7 @@ import gguf
 import numpy as np
 
 from mixedkv.bundled import model_path
+from mixedkv.model.gguf_copy import write_and_close
 
 NAMES = ("fim_pre", "fim_suf", "fim_mid")
 
@@ -25,8 +26,5 @@ def write_fim_model(target: Path, tokens: tuple[int, int, int]) -> Path:
         writer.add_uint32(f"tokenizer.ggml.{name}_token_id", token)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_and_close(writer)
     return target

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 
 from mixedkv.kv.block import KVBlock, LayerRows, RowGroup, row_bytes
 from mixedkv.kv.rows import COMPUTED, all_of
 from mixedkv.store import Identity, KVStore
+from mixedkv.store.results import Match
 
 N_HEAD_KV, HEAD = 2, 32
 WIDTH = N_HEAD_KV * HEAD
@@ -16,6 +18,13 @@ WIDTH = N_HEAD_KV * HEAD
 
 def identity(kv: str = "f16", *, tenant: str = "", **facts: object) -> Identity:
     return Identity.from_facts({"kv": kv, "model": "a", **facts}, tenant=tenant, label=f"a.gguf {kv}")
+
+
+def stored_match(store: KVStore, who: Identity, tokens: Any, **options: Any) -> Match:
+    """Return the match for tokens that are stored."""
+    match = store.find(who, tokens, **options)
+    assert match is not None
+    return match
 
 
 def make_block(

@@ -13,11 +13,11 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mixedkv.kv.block import KVBlock
-from mixedkv.store.entries import Entries, ParentGoneError
+from mixedkv.store.entries import Entries
 from mixedkv.store.entry_row import EntryError, EntryRow
 from mixedkv.store.folder import as_os_error, file_name
 from mixedkv.store.identity import Identity
-from mixedkv.store.index import Index
+from mixedkv.store.index import Index, ParentGoneError
 from mixedkv.store.lookup import BLOCK, Search, block_hashes
 from mixedkv.store.results import Match, Tier
 from mixedkv.store.sealing import EntryFile

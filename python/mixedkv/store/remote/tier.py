@@ -24,9 +24,10 @@ import numpy as np
 
 from mixedkv.store import coverage
 from mixedkv.store.encryption import Cipher
-from mixedkv.store.entries import ParentGoneError, TooLargeError
+from mixedkv.store.entries import TooLargeError
 from mixedkv.store.entry_row import EntryError, EntryRow
 from mixedkv.store.identity import Identity
+from mixedkv.store.index import ParentGoneError
 from mixedkv.store.lookup import BLOCK, Search, block_hashes, content_hash
 from mixedkv.store.remote.backend import (
     EXTRAS,

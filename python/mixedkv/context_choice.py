@@ -1,0 +1,171 @@
+"""Chooses the cache and the context of a `Llama` by its file's header and the memory, before it is loaded."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, parse_kv
+from mixedkv.config.row_types import type_name
+from mixedkv.errors import UnsupportedModelError
+from mixedkv.limits import padded
+from mixedkv.model.fit import Beside, ContextPlace, Fit, check_room, compute_bytes, fit, fit_with_gpu
+from mixedkv.model.footprint import Sliding, model_shape
+from mixedkv.model.gguf_file import ModelFile, default_n_ctx
+from mixedkv.native.memory import gpu_kinds, gpu_room, memory_room
+
+_N_BATCH = 512  # of llama_cpp.Llama
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ContextChoice:
+    """A cache and a context: as they were asked for, and then as they are made.
+
+    Args:
+        setting: of the cache; `chosen` if it was asked for, and is not the default.
+        n_ctx: tokens, 0: the model's, "fit": as many as fit.
+        n_seq_max, kv_unified, n_windows, flash_attn: arguments of `Llama`.
+        takes_all: nothing checks whether the cache fits the memory: other rules say what is loaded.
+        shares_weights: another `Llama` has the weights.
+        beside: what else is loaded.
+        fit: the choice that "fit" made.
+    """
+
+    setting: KVSetting
+    chosen: bool
+    n_ctx: int | Literal["fit"]
+    n_seq_max: int
+    kv_unified: bool
+    n_windows: int
+    flash_attn: bool | None
+    takes_all: bool
+    shares_weights: bool
+    beside: Beside
+    fit: Fit | None = None
+
+
+def choose_setting(
+    kv: str | KVSetting | None, type_k: int | None, type_v: int | None, embedding: bool
+) -> KVSetting:
+    """Return the cache that was asked for. The default of embeddings is F16: they read a row once and reserve
+    sequences by the hundred.
+
+    Raises:
+        ValueError: `kv` cannot be read, or types are given besides.
+    """
+    if type_k is None and type_v is None:
+        return parse_kv(kv if kv is not None else "f16" if embedding else "mixed")
+    if kv is not None:
+        raise ValueError(
+            f"kv={str(kv)!r} and type_k={type_k}, type_v={type_v} both choose the cache: give kv only"
+        )
+    k, v = (1 if kind is None else kind for kind in (type_k, type_v))
+    return UniformKV(type_k=type_name(k), type_v=type_name(v))
+
+
+def choose_context(
+    asked: ContextChoice, file: ModelFile, options: dict[str, Any], embedding: bool
+) -> ContextChoice:
+    """Return what is made where this was asked for. Layers on a GPU that nothing was said of are set in
+    `options`, the other arguments of `Llama`.
+
+    Raises:
+        ValueError: the cache does not fit the context or the memory, or needs flash attention.
+    """
+    place = _place(asked, file, options)
+    if not asked.chosen and (place is None or not place.shape.layers):
+        asked = replace(asked, setting=parse_kv("f16"))  # no layer keeps rows, or it is not known
+    asked = replace(asked, flash_attn=_choose_flash_attn(asked.setting, asked.flash_attn))
+    if asked.n_ctx == "fit":
+        asked = _fitted(asked, file, place, options)
+    n_ctx = asked.n_ctx or int(file.get("context_length", 0))
+    assert n_ctx != "fit"
+    asked = replace(asked, setting=_settled(asked, file, place, n_ctx))
+    if place is not None and asked.n_windows:
+        n_windows = place.sliding.windows(place.shape.window, n_ctx, asked.n_seq_max)
+        asked = replace(asked, n_windows=n_windows)
+    if place is not None and place.on_cpu and n_ctx and asked.fit is None and not asked.takes_all:
+        check_room(place, asked.setting, n_ctx)
+    if n_ctx:  # 0 is left to llama.cpp
+        n_seq = 1 if asked.kv_unified or embedding else asked.n_seq_max
+        asked.setting.check_context(padded(n_ctx // n_seq))
+    return asked
+
+
+def _place(asked: ContextChoice, file: ModelFile, options: dict[str, Any]) -> ContextPlace | None:
+    """Return where the context is to fit; None where its shape is not known: llama.cpp has the last word."""
+    try:
+        shape = model_shape(file)
+    except UnsupportedModelError:
+        return None
+    n_ubatch = min(options.get("n_ubatch", _N_BATCH), options.get("n_batch", _N_BATCH))
+    return ContextPlace(
+        shape=shape,
+        n_seq=asked.n_seq_max,
+        n_stream=1 if asked.kv_unified else asked.n_seq_max,
+        sliding=Sliding(full=options["swa_full"], n_windows=asked.n_windows, n_ubatch=n_ubatch),
+        on_cpu=not (options.get("n_gpu_layers") and options.get("offload_kqv", True)),
+        gpus_write_all=gpu_kinds() == {"CUDA"},
+        weights=(0 if asked.shares_weights else file.size) + _size_of(options.get("lora_path")),
+        compute=lambda n_ctx: compute_bytes(file, n_ubatch, n_ctx),
+        beside=asked.beside,
+        room=memory_room(),
+    )
+
+
+def _fitted(
+    asked: ContextChoice, file: ModelFile, place: ContextPlace | None, options: dict[str, Any]
+) -> ContextChoice:
+    """Choose the context, the cache, and layers on a GPU that nothing was said of."""
+    if place is None:
+        return replace(asked, n_ctx=default_n_ctx(file))
+    kv = asked.setting if asked.chosen else None
+    free, layers = gpu_room(), options.get("n_gpu_layers")
+    if free is None or layers == 0:
+        found = fit(place, kv)
+    else:
+        found = fit_with_gpu(place, kv, free, layers)
+        options["n_gpu_layers"] = found.n_gpu_layers
+    return replace(asked, n_ctx=found.n_ctx, setting=found.kv, fit=found)
+
+
+def _settled(asked: ContextChoice, file: ModelFile, place: ContextPlace | None, n_ctx: int) -> KVSetting:
+    """Settle a budget or a number of bits, and a window that is too wide for the context."""
+    setting = asked.setting
+    if not isinstance(setting, MixedKVConfig):
+        return setting
+    if place is None:
+        if not setting.is_settled:
+            model_shape(file)  # says what is not known
+        return setting
+    if not n_ctx:
+        if setting.budget:
+            raise ValueError(f"kv={str(setting)!r}: the model names no context: give n_ctx with a budget")
+        return setting
+    settled = place.settled(setting, n_ctx)
+    if asked.chosen and setting.is_settled and settled != setting:
+        warnings.warn(
+            f"kv={str(setting)!r} would take more than an F16 cache of n_ctx={n_ctx}, or not fit: it is "
+            f"{str(settled)!r} here. A larger n_ctx has room for what was asked for",
+            stacklevel=4,
+        )
+    return settled
+
+
+def _choose_flash_attn(setting: KVSetting, flash_attn: bool | None) -> bool:
+    if setting.needs_flash and flash_attn is False:
+        raise ValueError(
+            f"flash_attn=False does not go with kv={str(setting)!r}: this cache is read with flash "
+            f"attention only. Leave flash_attn out, or use kv='f16'"
+        )
+    return setting.needs_flash or bool(flash_attn)
+
+
+def _size_of(path: str | None) -> int:
+    """Return the bytes of a file, 0 where it is not there."""
+    try:
+        return os.path.getsize(path) if path else 0
+    except OSError:
+        return 0
