@@ -11,6 +11,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
+from mixedkv.engine.chat.chat_template import Chat, TemplateOptions
 from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.model.gguf_copy import copy_metadata, write_and_close
 
@@ -51,7 +52,13 @@ def test_completions_work_and_chats_say_why_not(llm: Llama) -> None:
 def test_another_template_or_format_helps(llm: Llama) -> None:
     wanted = llm.tokenize(b"the lamp", add_bos=False)
     assert Tokenizer(llm, chat_template=GOOD).encode(MESSAGES)[0][-len(wanted) :] == wanted
-    assert Tokenizer(llm, chat_format="chatml").encode(MESSAGES)[0]
+    by_name = Tokenizer(llm, chat_format="chatml")
+    assert by_name.encode(MESSAGES)[0]
+    begun = Chat(
+        messages=[*MESSAGES, {"role": "assistant", "content": "It"}], options=TemplateOptions(continues=True)
+    )
+    with pytest.raises(ValueError, match=r"^continue_final_message: a chat format by name"):
+        by_name.rendered(begun)
 
 
 def test_a_given_template_that_does_not_parse_is_refused(llm: Llama) -> None:

@@ -165,6 +165,16 @@ def test_penalties_change_the_choice_after_a_repetition(direct: Direct, change: 
     assert n_held < n_free
 
 
+def test_what_the_prompt_says_is_a_repetition(direct: Direct) -> None:
+    prompt = make_recall(16, 5).prompt
+    said = direct.answer(prompt, 1)[0].tokens[0]
+    bias = ((said, 12.0),)
+    free, _ = direct.answer(prompt[-40:] + prompt[:8], 1, sampling=Sampling(temperature=0, logit_bias=bias))
+    assert free.tokens[-1] == said
+    held = Sampling(temperature=0, logit_bias=bias, repeat_penalty=10.0)
+    assert direct.answer(prompt[-40:] + prompt[:8], 1, sampling=held)[0].tokens[-1] != said
+
+
 def test_a_control_token_is_text_where_it_is_shown(direct: Direct) -> None:
     (user,) = direct.engine.tokenizer.shown(["<|user|>", "<|end|>", "no such token"])
     forced = Sampling(temperature=0, logit_bias=((user, 1000.0),))
