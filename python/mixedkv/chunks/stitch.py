@@ -165,9 +165,7 @@ class Stitch:
             drafted, last = drafted + 1, token
             self._work += 1
         llm.kv.remove(self._seq, begin)
-        mass = mass / np.float32(n - begin) + looks / np.float32(
-            max(1, drafted)
-        )  # the question counts as much
+        mass = mass / np.float32(n - begin) + looks / np.float32(max(1, drafted))  # each counts as much
         return np.convolve(mass, _NEAR[::-1])[len(_NEAR) - 2 :][:n].astype(np.float32)
 
     def _deviation(self) -> _Work[Floats]:
