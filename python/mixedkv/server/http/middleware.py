@@ -89,12 +89,14 @@ class OwnPagesOnly:
 
     def _refusal(self, headers: Headers) -> ApiError | None:
         host, origin = headers.get("host"), headers.get("origin")
-        if self._checks_host and host and not (is_local(_name(host)) or _name(host) in self._hosts):
+        name = _name(host or "")
+        if self._checks_host and host and not (is_local(name) or name in self._hosts):
+            named = f"--allow {name[:_SHOWN]} if that is its name, " if name else ""
             return ApiError(
                 403,
                 f"this server without keys takes requests to 127.0.0.1, [::1] or localhost only, not to "
-                f"{host[:_SHOWN]!r}: serve with --allow {_name(host)[:_SHOWN]} if that is its name, "
-                "with keys, or with --allow-no-keys if everybody who can reach it may use it",
+                f"{host[:_SHOWN]!r}: serve with {named}with --api-key-file, or with --allow-no-keys if "
+                "everybody who can reach it may use it",
                 code="host_not_allowed",
             )
         if origin is None or "*" in self._origins or origin in self._origins:

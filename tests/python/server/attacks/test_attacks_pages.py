@@ -24,7 +24,8 @@ def test_a_name_bound_to_this_machine_is_refused(server: Server, host: str) -> N
     for path in ("/v1/completions", "/v1/stats"):
         status, body = send(server, post(SHORT, host=host, path=path))
         assert (status, body["error"]["code"]) == (403, "host_not_allowed")
-        assert "api_key_file" in body["error"]["message"]
+        assert "with --api-key-file" in body["error"]["message"]
+        assert "--allow  " not in body["error"]["message"]
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/json", "", "application/x-www-form-urlencoded"])
