@@ -215,7 +215,8 @@ class Stitch:
             done += len(some)
             self._work += part * len(some)
             self.n_left = max(1, self.n_left - len(some))
-            yield
+            if done < len(positions) or not logits:  # the last logits are read before others evaluate
+                yield
         return mass
 
 

@@ -221,7 +221,6 @@ def test_what_cannot_be_put_together_is_evaluated(direct: Direct) -> None:
     assert direct.call(lambda: direct.engine.pool.used) == 0
 
 
-@pytest.mark.nightly
 def test_fuzzed_prompts_at_the_same_time() -> None:
     """80, of which some are cancelled: never an exact label on approximate rows."""
     with opened(chunk_size=32, boundary_window=4, max_donors=2) as direct:
