@@ -8,6 +8,9 @@
     python tests/python/support/tools/random_model.py moe.gguf --kind q4_0 --n-layer 16 \
         --n-ff 1024 --n-expert 64
 
+    python tests/python/support/tools/random_model.py oss.gguf --arch gpt-oss --n-layer 12 --n-head 64 \
+        --n-head-kv 8 --head-size 64 --n-ff 1024 --n-expert 8
+
 What it says is letters, never bytes that are no text, and it has a chat template, so servers can be measured
 with it.
 
@@ -33,13 +36,15 @@ _N_CTX = 131072
 _TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
 _KINDS = {"f16": gguf.GGMLQuantizationType.F16, "q4_0": gguf.GGMLQuantizationType.Q4_0}
 _FILE_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "q4_0": gguf.LlamaFileType.MOSTLY_Q4_0}
+_ONES_OR_ZEROS = ("norm.weight", "sinks.weight", "bias")
 _BLOCK = np.dtype([("scale", np.float16), ("quants", np.uint8, 16)])  # of Q4_0: 32 weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomModel:
-    """The shape of a llama with random weights."""
+    """The shape of a llama with random weights, or of a gpt-oss, whose even layers have a window of 128."""
 
+    arch: str = "llama"
     n_layer: int = 4
     n_embd: int = 1024
     n_head: int = 16
@@ -50,27 +55,24 @@ class RandomModel:
     n_expert_used: int = 4
     seed: int = 1
     kind: str = "f16"
-
-    @property
-    def n_vocab(self) -> int:
-        return len(_SPECIALS) + 256 + len(_PIECES)
+    n_vocab: int = len(_SPECIALS) + 256 + len(_PIECES)  # at least; the others are no text
 
     def write(self, path: Path) -> None:
         """Write the model; the file is there only when it is whole."""
         part = path.with_name(path.name + ".part")
-        writer = gguf.GGUFWriter(part, "llama")
+        writer = gguf.GGUFWriter(part, self.arch)
         self._add_keys(writer)
-        _add_vocabulary(writer)
+        _add_vocabulary(writer, self.n_vocab)
         for name, shape in self._shapes():
             writer.add_tensor_info(
-                name, shape, np.dtype(np.float32), _n_bytes(shape, self._kind(shape)), self._kind(shape)
+                name, shape, np.dtype(np.float32), _n_bytes(shape, self._kind(name)), self._kind(name)
             )
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         random = np.random.default_rng(self.seed)
         for name, shape in self._shapes():  # one at a time: a model may be larger than memory
-            values = self._values(random, shape)
+            values = self._values(random, name, shape)
             if name == "output.weight":  # the best of the letters is above 0
                 values[: -len(_PIECES)] = np.zeros((), values.dtype)
             writer.write_tensor_data(values)
@@ -87,6 +89,9 @@ class RandomModel:
         if self.n_expert:
             writer.add_expert_count(self.n_expert)
             writer.add_expert_used_count(self.n_expert_used)
+        if self.arch == "gpt-oss":
+            writer.add_expert_feed_forward_length(self.n_ff)
+            writer.add_sliding_window(128)
         writer.add_head_count(self.n_head)
         writer.add_head_count_kv(self.n_head_kv)
         writer.add_key_length(self.head_size)
@@ -107,20 +112,37 @@ class RandomModel:
             yield layer + "attn_k.weight", (n_kv, self.n_embd)
             yield layer + "attn_v.weight", (n_kv, self.n_embd)
             yield layer + "attn_output.weight", (self.n_embd, n_q)
-            yield layer + "ffn_norm.weight", (self.n_embd,)
+            yield layer + self._norm_before_ffn, (self.n_embd,)
             routed, experts = ("_exps", (self.n_expert,)) if self.n_expert else ("", ())
             if self.n_expert:
                 yield layer + "ffn_gate_inp.weight", (self.n_expert, self.n_embd)
             yield layer + f"ffn_gate{routed}.weight", (*experts, self.n_ff, self.n_embd)
             yield layer + f"ffn_up{routed}.weight", (*experts, self.n_ff, self.n_embd)
             yield layer + f"ffn_down{routed}.weight", (*experts, self.n_embd, self.n_ff)
+            if self.arch == "gpt-oss":
+                yield layer + "attn_sinks.weight", (self.n_head,)
+                yield from (
+                    (layer + f"attn_{name}.bias", (n,))
+                    for name, n in zip("qkv", (n_q, n_kv, n_kv), strict=True)
+                )
+                yield layer + "attn_output.bias", (self.n_embd,)
+                yield layer + "ffn_gate_inp.bias", (self.n_expert,)
+                yield layer + "ffn_gate_exps.bias", (self.n_expert, self.n_ff)
+                yield layer + "ffn_up_exps.bias", (self.n_expert, self.n_ff)
+                yield layer + "ffn_down_exps.bias", (self.n_expert, self.n_embd)
 
-    def _kind(self, shape: tuple[int, ...]) -> gguf.GGMLQuantizationType:
-        return _KINDS[self.kind] if len(shape) > 1 else gguf.GGMLQuantizationType.F32
+    @property
+    def _norm_before_ffn(self) -> str:
+        return "post_attention_norm.weight" if self.arch == "gpt-oss" else "ffn_norm.weight"
 
-    def _values(self, random: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.generic]:
-        if len(shape) == 1:
-            return np.ones(shape, np.float32)
+    def _kind(self, name: str) -> gguf.GGMLQuantizationType:
+        return gguf.GGMLQuantizationType.F32 if name.endswith(_ONES_OR_ZEROS) else _KINDS[self.kind]
+
+    def _values(
+        self, random: np.random.Generator, name: str, shape: tuple[int, ...]
+    ) -> npt.NDArray[np.generic]:
+        if name.endswith(_ONES_OR_ZEROS):
+            return np.full(shape, name.endswith("norm.weight"), np.float32)
         deviation = 1 / np.sqrt(shape[-1])
         if self.kind == "f16":
             return np.asarray(random.standard_normal(shape, np.float32) * deviation, np.float16)
@@ -135,15 +157,26 @@ def _n_bytes(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> int:
     return int(np.prod(shape)) // block * size
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter) -> None:
-    """Bytes and a few letters, so that any text has tokens."""
-    tokens = [*_SPECIALS, *(f"<0x{byte:02X}>" for byte in range(256)), *_PIECES]
+def _add_vocabulary(writer: gguf.GGUFWriter, n_vocab: int) -> None:
+    """Bytes and a few letters, so that any text has tokens, behind those that no text has."""
+    n_unused = n_vocab - len(_SPECIALS) - 256 - len(_PIECES)
+    tokens = [
+        *_SPECIALS,
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *(f"<unused{i}>" for i in range(n_unused)),
+        *_PIECES,
+    ]
     kind = gguf.TokenType
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)
-    writer.add_token_scores([0.0] * 3 + [-1000.0] * 256 + [-float(i) for i in range(len(_PIECES))])
+    writer.add_token_scores(
+        [0.0] * 3 + [-1000.0] * (256 + n_unused) + [-float(i) for i in range(len(_PIECES))]
+    )
     writer.add_token_types(
-        [kind.UNKNOWN, kind.CONTROL, kind.CONTROL] + [kind.BYTE] * 256 + [kind.NORMAL] * len(_PIECES)
+        [kind.UNKNOWN, kind.CONTROL, kind.CONTROL]
+        + [kind.BYTE] * 256
+        + [kind.UNUSED] * n_unused
+        + [kind.NORMAL] * len(_PIECES)
     )
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
