@@ -34,6 +34,7 @@ from mixedkv.model.footprint import model_shape
 from mixedkv.model.gguf_file import ModelFile, file_stamp, n_layers, n_mtp_layers, read_model_file
 from mixedkv.model.named_model import find_model, is_name
 from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.large_pages import move_to_large_pages
 from mixedkv.native.llama_arguments import (
     beyond_training,
     check_names,
@@ -96,7 +97,8 @@ class Llama(GuardedLlama):
         weights: a `Llama` of the same file, whose weights this one uses; closing it closes this one first.
         beside: what else the process will load, for n_ctx="fit" to leave memory to.
         **options: arguments of `llama_cpp.Llama`. Its embedding=True sets n_seq_max and kv_unified itself.
-            Layers with a sliding window have rows for the window unless swa_full=True.
+            Layers with a sliding window have rows for the window unless swa_full=True. A model stays mapped,
+            and shared with other processes, with use_mmap=True; without, Linux has it in large pages.
 
     Warns:
         UserWarning: n_ctx is more than the model was trained with, or the cache takes more than an F16 one.
@@ -221,6 +223,8 @@ class Llama(GuardedLlama):
             self._open_gate()
             if self._streaming is not None:
                 self._streaming.loaded(self)
+            elif weights is None and _stays_in_memory(kwargs):
+                move_to_large_pages(path)
             if weights is not None:
                 closing = weakref.WeakMethod(self.close)
                 weights.at_close(lambda: (close := closing()) and close())
@@ -558,6 +562,12 @@ def _block_problem(setting: KVSetting, file: ModelFile) -> str:
                 other = "a type of blocks of 32, as q4_0" if size % 32 == 0 else "kv='f16'"
                 return f"{kind} packs {elements} elements, layer {layer.il} has heads of {size}: use {other}"
     return ""
+
+
+def _stays_in_memory(kwargs: dict[str, Any]) -> bool:
+    """True if the weights stay on the CPU and nobody asked for a mapped, a pinned, or no model."""
+    asked = any(kwargs.get(name) for name in ("use_mmap", "use_mlock", "vocab_only"))
+    return not asked and not (kwargs.get("n_gpu_layers") and llama_cpp.llama_supports_gpu_offload())
 
 
 def _warn_of_gpu(given: dict[str, Any]) -> None:

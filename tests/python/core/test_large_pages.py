@@ -52,3 +52,40 @@ def test_for_buffers(model: Path) -> None:
 
 def test_for_a_mapped_model(model: Path) -> None:
     assert _asked_for(model, str(model), "yes") > 0.9 * model.stat().st_size
+
+
+_MOVED = """
+import re, sys
+from pathlib import Path
+import llama_cpp, numpy as np
+from mixedkv import Llama
+
+path, use_mmap = sys.argv[1:]
+llm = Llama(path, n_ctx=256, verbose=False, **({"use_mmap": True} if use_mmap else {}))
+llm.eval([5, 260, 261, 262])
+mappings = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M)[1:]
+mapped = [each for each in mappings if path in each.splitlines()[0]]
+print(sum(int(re.search("Rss: +([0-9]+)", each)[1]) << 10 for each in mapped))
+print(np.ctypeslib.as_array(llama_cpp.llama_get_logits(llm.ctx), (llm.n_vocab(),)).tobytes().hex())
+"""
+
+
+def _mapped(model: Path, use_mmap: str) -> tuple[float, str]:
+    """Return which share of the file stays mapped in a new process, and its logits."""
+    text = subprocess.check_output([sys.executable, "-c", _MOVED, str(model), use_mmap], text=True)
+    n_bytes, logits = text.splitlines()
+    return int(n_bytes) / model.stat().st_size, logits
+
+
+def test_a_model_in_small_pages_is_moved_and_says_the_same(model: Path, tmp_path: Path) -> None:
+    if "[never]" in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
+        pytest.skip("large pages are switched off")
+    small = tmp_path / "small.gguf"
+    with model.open("rb") as source, small.open("wb") as target:
+        while piece := source.read(1 << 16):
+            target.write(piece)
+    mapped, logits = _mapped(small, "yes")
+    assert mapped > 0.9
+    moved, same = _mapped(small, "")
+    assert moved < 0.1
+    assert same == logits
