@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, overload
 
 import llama_cpp
@@ -31,7 +32,14 @@ from mixedkv.guarded_llama import GuardedLlama
 from mixedkv.kv.cache import KVCache
 from mixedkv.model.fit import Beside, Fit
 from mixedkv.model.footprint import model_shape
-from mixedkv.model.gguf_file import ModelFile, file_stamp, n_layers, n_mtp_layers, read_model_file
+from mixedkv.model.gguf_file import (
+    ModelFile,
+    file_stamp,
+    n_layers,
+    n_mtp_layers,
+    other_parts,
+    read_model_file,
+)
 from mixedkv.model.named_model import find_model, is_name
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.large_pages import move_to_large_pages
@@ -224,7 +232,8 @@ class Llama(GuardedLlama):
             if self._streaming is not None:
                 self._streaming.loaded(self)
             elif weights is None and _stays_in_memory(kwargs):
-                move_to_large_pages(path)
+                for part in (Path(path), *other_parts(file)):
+                    move_to_large_pages(part)
             if weights is not None:
                 closing = weakref.WeakMethod(self.close)
                 weights.at_close(lambda: (close := closing()) and close())

@@ -33,7 +33,7 @@ class _Mapping:
         return self.resident - self.large
 
 
-def move_to_large_pages(path: str) -> int:
+def move_to_large_pages(path: Path) -> int:
     """Move what this process has mapped of the file, and return the number of bytes.
 
     Nothing is moved where most of it lies in large pages already, where Linux makes none, or where twice as
