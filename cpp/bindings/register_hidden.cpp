@@ -1,13 +1,17 @@
-// Hidden states of tokens behind the last layer, which heads that predict several tokens (MTP) read. llama.cpp has them
-// in llama-ext.h, which Python cannot call.
+// What llama.cpp has in private headers, which Python cannot call: hidden states of tokens behind the last layer, which
+// heads that predict several tokens (MTP) read, and where weights lie.
 
 #include "bindings.h"
 
 #include "llama-ext.h"
+#include "llama-model.h"
 
 #include <pybind11/numpy.h>
+#include <pybind11/stl.h>
 
 #include <cstring>
+#include <utility>
+#include <vector>
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -34,7 +38,19 @@ static py::array_t<float> hidden(uintptr_t context, int32_t first, int32_t n) {
     return out;
 }
 
+// (address, bytes) of each weight that is read where the model's file is mapped, not from a buffer
+static std::vector<std::pair<uintptr_t, size_t>> mapped_weights(uintptr_t model) {
+    std::vector<std::pair<uintptr_t, size_t>> out;
+    for (const auto & [name, tensor] : llama_internal_get_tensor_map(pointer<llama_model>(model))) {
+        if (tensor->buffer != nullptr && std::strcmp(ggml_backend_buffer_name(tensor->buffer), "CPU_Mapped") == 0) {
+            out.emplace_back(reinterpret_cast<uintptr_t>(tensor->data), ggml_nbytes(tensor));
+        }
+    }
+    return out;
+}
+
 void register_hidden(py::module_ & m) {
+    m.def("mapped_weights", &mapped_weights, "model"_a);
     m.def("keep_hidden", &keep_hidden, "context"_a, "value"_a, "outputs_only"_a);
     m.def("hidden", &hidden, "context"_a, "first"_a, "n"_a);
 }

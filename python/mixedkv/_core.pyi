@@ -342,3 +342,6 @@ def keep_hidden(context: int, value: bool, outputs_only: bool) -> None:
 
 def hidden(context: int, first: int, n: int) -> npt.NDArray[np.float32]:
     """Of `n` tokens of the latest batch, [n, n_embd]."""
+
+def mapped_weights(model: int) -> list[tuple[int, int]]:
+    """(address, bytes) of each weight that is read where the model's file is mapped, not from a buffer."""

@@ -9,7 +9,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, overload
 
 import llama_cpp
@@ -32,14 +31,7 @@ from mixedkv.guarded_llama import GuardedLlama
 from mixedkv.kv.cache import KVCache
 from mixedkv.model.fit import Beside, Fit
 from mixedkv.model.footprint import model_shape
-from mixedkv.model.gguf_file import (
-    ModelFile,
-    file_stamp,
-    n_layers,
-    n_mtp_layers,
-    other_parts,
-    read_model_file,
-)
+from mixedkv.model.gguf_file import ModelFile, file_stamp, n_layers, n_mtp_layers, read_model_file
 from mixedkv.model.named_model import find_model, is_name
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.large_pages import move_to_large_pages
@@ -231,9 +223,8 @@ class Llama(GuardedLlama):
             self._open_gate()
             if self._streaming is not None:
                 self._streaming.loaded(self)
-            elif weights is None and _stays_in_memory(kwargs):
-                for part in (Path(path), *other_parts(file)):
-                    move_to_large_pages(part)
+            elif weights is None and not (kwargs.get("use_mmap") or kwargs.get("use_mlock")):
+                move_to_large_pages(_core.mapped_weights(_llama_cpp.address(_llama_cpp.model(self))))
             if weights is not None:
                 closing = weakref.WeakMethod(self.close)
                 weights.at_close(lambda: (close := closing()) and close())
@@ -571,12 +562,6 @@ def _block_problem(setting: KVSetting, file: ModelFile) -> str:
                 other = "a type of blocks of 32, as q4_0" if size % 32 == 0 else "kv='f16'"
                 return f"{kind} packs {elements} elements, layer {layer.il} has heads of {size}: use {other}"
     return ""
-
-
-def _stays_in_memory(kwargs: dict[str, Any]) -> bool:
-    """True if the weights stay on the CPU and nobody asked for a mapped, a pinned, or no model."""
-    asked = any(kwargs.get(name) for name in ("use_mmap", "use_mlock", "vocab_only"))
-    return not asked and not (kwargs.get("n_gpu_layers") and llama_cpp.llama_supports_gpu_offload())
 
 
 def _warn_of_gpu(given: dict[str, Any]) -> None:

@@ -1,15 +1,13 @@
-"""Moves a mapped model into pages of 2 MB where its file lies in small ones: a core reads weights up to 1.3
-times as fast then. See docs/decisions/092-large-pages.md.
+"""Moves weights that are read from a mapped file into pages of 2 MB, where the file lies in small ones: a
+core reads them up to 1.3 times as fast then. See docs/decisions/092-large-pages.md.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mixedkv.native.memory import memory_room
@@ -21,51 +19,47 @@ _PIECE = 32 * _PAGE  # as much is held twice at once
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
 
-@dataclass(frozen=True, slots=True)
-class _Mapping:
-    begin: int
-    end: int
-    resident: int
-    large: int
-
-    @property
-    def small(self) -> int:
-        return self.resident - self.large
-
-
-def move_to_large_pages(path: Path) -> int:
-    """Move what this process has mapped of the file, and return the number of bytes.
+def move_to_large_pages(weights: Iterable[tuple[int, int]]) -> int:
+    """Move mapped weights, each an address and a number of bytes, and return the number of bytes moved.
 
     Nothing is moved where most of it lies in large pages already, where Linux makes none, or where twice as
     much memory is not left. Others may read meanwhile: each piece is exchanged for its copy at once.
     """
-    if os.path.getsize(path) < _LEAST or not _SETTING.exists() or "[never]" in _SETTING.read_text():
+    if not _SETTING.exists() or "[never]" in _SETTING.read_text():
         return 0
-    mappings = list(_mappings(os.path.realpath(path)))
-    n_small, room = sum(each.small for each in mappings), memory_room()
-    if 2 * n_small <= sum(each.resident for each in mappings) or room is None or room < 2 * n_small:
+    areas = [area for area in _areas(weights) if area[1] > area[0]]
+    n_bytes, room = sum(end - begin for begin, end in areas), memory_room()
+    if n_bytes < _LEAST or room is None or room < 2 * n_bytes or _mostly_large(areas):
         return 0
-    return sum(_move(begin, end) for each in mappings for begin, end in _pieces(each))
+    return sum(_move(at, min(at + _PIECE, end)) for begin, end in areas for at in range(begin, end, _PIECE))
 
 
-def _mappings(path: str) -> Iterator[_Mapping]:
+def _areas(weights: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield begin and end of the whole pages of 2 MB that hold weights, which lie close together."""
+    begin = end = 0
+    for address, size in sorted(weights):
+        if address > end + _PAGE:
+            yield _inner(begin, end)
+            begin = address
+        end = max(end, address + size)
+    yield _inner(begin, end)
+
+
+def _inner(begin: int, end: int) -> tuple[int, int]:
+    return -(-begin // _PAGE) * _PAGE, end // _PAGE * _PAGE
+
+
+def _mostly_large(areas: list[tuple[int, int]]) -> bool:
+    """True if half of what is resident of the mappings that hold the areas lies in large pages."""
+    resident = large = 0
     smaps = Path("/proc/self/smaps").read_text(errors="replace")
     for text in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", smaps, flags=re.MULTILINE)[1:]:
-        first, *rest = text.splitlines()
-        if [*first.split(maxsplit=5), ""][5] != path:
-            continue
-        begin, end = (int(address, 16) for address in first.split()[0].split("-"))
-        sizes = {
-            name: int(value.split()[0]) << 10
-            for name, value in (line.split(":") for line in rest if " kB" in line)
-        }
-        yield _Mapping(begin, end, sizes["Rss"], sizes.get("FilePmdMapped", 0))
-
-
-def _pieces(mapping: _Mapping) -> Iterator[tuple[int, int]]:
-    begin, end = -(-mapping.begin // _PAGE) * _PAGE, mapping.end // _PAGE * _PAGE
-    for at in range(begin, end, _PIECE):
-        yield at, min(at + _PIECE, end)
+        begin, end = (int(address, 16) for address in text.split(maxsplit=1)[0].split("-"))
+        if any(begin < area[1] and area[0] < end for area in areas):
+            sizes = dict(re.findall(r"^(\w+): +(\d+) kB", text, flags=re.MULTILINE))
+            resident += int(sizes["Rss"])
+            large += int(sizes.get("FilePmdMapped", 0)) + int(sizes["AnonHugePages"])
+    return 2 * large >= resident
 
 
 def _move(begin: int, end: int) -> int:
