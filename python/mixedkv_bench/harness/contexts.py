@@ -16,6 +16,8 @@ from mixedkv.config.row_types import ggml_type
 from mixedkv.kv.stats import LayerStats
 from mixedkv.limits import padded
 from mixedkv.native.batch import NativeBatch, decode
+from mixedkv.native.large_pages import move_to_large_pages
+from mixedkv.native.llama_cpp import address
 from mixedkv_bench.harness.cache_settings import Setting
 
 MICRO_BATCH = 512
@@ -48,6 +50,7 @@ class LoadedModel:
         self.ptr: Any = llama_cpp.llama_model_load_from_file(str(path).encode(), params)
         if not self.ptr:
             raise ValueError(f"{path} cannot be loaded: {log.text() or 'llama.cpp refuses it'}")
+        move_to_large_pages(_core.mapped_weights(address(self.ptr)))  # as `Llama` does
         self.vocab = llama_cpp.llama_model_get_vocab(self.ptr)
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(self.vocab))
         self.bos = int(llama_cpp.llama_vocab_bos(self.vocab))
