@@ -57,7 +57,7 @@ def check(args: argparse.Namespace) -> Options:
     file = read_model_file(find_model(args.model))
     shape = _shape(file)
     text, source = (None, "generated") if args.text is None else read_text(args.text)
-    _check_outputs(args.json, args.calibrate)
+    _check_output(args.json)
     n_prompt = args.n_prompt or _N_PROMPT.get(args.test, 512)
     depths = _depths(args.depths, max(n_prompt, args.n_gen + 1), shape.n_ctx_train)
     n_ctx = _n_ctx(args, shape.n_ctx_train)
@@ -86,8 +86,6 @@ def check(args: argparse.Namespace) -> Options:
         n_documents=args.documents,
         donors=tuple(dict.fromkeys(args.donor or DONOR_KINDS)),
         repairs=tuple(dict.fromkeys(args.repair or REPAIRS)),
-        calibrate=args.calibrate,
-        max_kld=args.max_kld,
         json=args.json,
     )
     test.check(options)
@@ -141,22 +139,17 @@ def _n_ctx(args: argparse.Namespace, trained: int) -> int:
     return max(CELLS, args.n_ctx or min(default, trained or default))
 
 
-def _check_outputs(json: Path | None, store: Path | None) -> None:
-    """Check that outputs can be written, so that an hour of measuring does not end in an error."""
-    if json is not None:
-        if json.is_dir():
-            raise ValueError(f"--json {json} is a directory: give a file")
-        _check_writable(json.parent, f"--json {json}")
-    if store is not None:
-        _check_writable(store, f"--calibrate {store}")
-
-
-def _check_writable(folder: Path, what: str) -> None:
+def _check_output(json: Path | None) -> None:
+    """Check that the rows can be written, so that an hour of measuring does not end in an error."""
+    if json is None:
+        return
+    if json.is_dir():
+        raise ValueError(f"--json {json} is a directory: give a file")
     try:
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=json.parent):
             pass
     except OSError as error:
-        raise ValueError(f"{what} cannot be written: {error.strerror}") from None
+        raise ValueError(f"--json {json} cannot be written: {error.strerror}") from None
 
 
 def number(least: int) -> Callable[[str], int]:
@@ -180,16 +173,6 @@ def _bits(text: str) -> tuple[float, ...]:
         return tuple(sorted({float(part) for part in text.split(",")}))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not numbers such as 5,6.5") from None
-
-
-def _nats(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of nats")
-    return value
 
 
 def _count(help: str, default: int | None = None, least: int = 1) -> dict[str, Any]:
@@ -243,16 +226,5 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--donor": _some(DONOR_KINDS, "what the rows were evaluated after (all)"),
     "--repair": _some(REPAIRS, "how seams are repaired (all)"),
     "--documents": _count("passages that a prompt is made of (5)", 5, 2),
-    "--calibrate": {
-        "metavar": "STORE",
-        "type": Path,
-        "help": "try more methods, and write what was found into this folder of a store",
-    },
-    "--max-kld": {
-        "metavar": "NATS",
-        "type": _nats,
-        "default": 0.25,
-        "help": "largest median divergence of a calibrated method (0.25)",
-    },
     "--json": {"metavar": "FILE", "type": Path, "help": "write the rows, one a line"},
 }

@@ -46,8 +46,6 @@ class Options:
     n_documents: int
     donors: tuple[DonorKind, ...]
     repairs: tuple[Repair, ...]
-    calibrate: Path | None
-    max_kld: float
     json: Path | None
 
     @property

@@ -18,8 +18,6 @@ import numpy as np
 from pydantic import Field
 
 from mixedkv.chunks import ChunkCache, ChunkReuse
-from mixedkv.chunks.calibration import Calibration, Measured, name_of
-from mixedkv.chunks.chunk_reuse import REPAIRS
 from mixedkv.chunks.deviation import Deviation, compare, follow
 from mixedkv.chunks.repair import Method
 from mixedkv.errors import UnsupportedModelError
@@ -30,8 +28,6 @@ from mixedkv_bench.bench_test import Bench, BenchTest, Options
 from mixedkv_bench.harness.cache_settings import Setting
 from mixedkv_bench.harness.contexts import CannotRunError
 from mixedkv_bench.harness.reuse_cases import (
-    DONOR_KINDS,
-    WORKLOADS,
     Case,
     CaseMaker,
     DonorKind,
@@ -44,11 +40,6 @@ from mixedkv_bench.harness.table import Cells, Table, number
 
 _FOLLOWED = 24  # tokens after a prompt whose distributions are compared
 _ANSWER = 28  # tokens at most
-_CALIBRATED: tuple[Method, ...] = (
-    *(Method(repair=repair) for repair in REPAIRS),
-    *(Method(repair="query", ratio=ratio) for ratio in (0.02, 0.1, 0.2, 0.4)),
-    *(Method(repair="cacheblend", ratio=ratio) for ratio in (0.3, 0.5)),
-)
 
 
 class ReuseRow(Row):
@@ -114,9 +105,6 @@ class _Results:
 
 
 def check(options: Options) -> None:
-    chosen = (options.workloads, options.donors, options.repairs)
-    if options.calibrate and chosen != (WORKLOADS, DONOR_KINDS, REPAIRS):
-        raise ValueError("--calibrate measures all: leave --workload, --donor and --repair out")
     if not kinds_of(options.workloads, options.donors):
         raise ValueError("--donor: the chosen workloads have no rows of this donor: choose another one")
     if options.n_prompt < 256:
@@ -164,9 +152,8 @@ def _measure_setting(
     head: dict[str, Any],
 ) -> None:
     options = bench.options
-    methods = _CALIBRATED if options.calibrate else tuple(Method(repair=repair) for repair in options.repairs)
+    methods = [Method(repair=repair) for repair in options.repairs]
     maker = _maker(llm, options)
-    worst: dict[Method, list[_Results]] = {method: [] for method in methods}
     for workload, donor in kinds:
         results = [_Results(None), *map(_Results, methods)]
         try:
@@ -176,16 +163,10 @@ def _measure_setting(
                 bench.progress.step()
         except CannotRunError as error:
             bench.add(_refused(workload, donor, error, head))
-            continue
         finally:
             for each in results:
                 if each.seconds:
                     bench.add(_row(each, results, workload, donor, head))
-        for each in results[1:]:
-            assert each.method is not None
-            worst[each.method].append(each)
-    if options.calibrate:
-        _calibrate(Identity.of(llm), worst, options.max_kld).write(options.calibrate)
 
 
 def _maker(llm: Llama, options: Options) -> CaseMaker:
@@ -297,30 +278,6 @@ def _of_none(each: _Results, none: _Results) -> dict[str, float]:
     return found
 
 
-def _calibrate(identity: Identity, worst: dict[Method, list[_Results]], max_kld: float) -> Calibration:
-    """Make a calibration from each method's workload and donor with the largest mean divergence."""
-    measured = []
-    for method, kinds in worst.items():
-        klds = [[deviation.kld for case in each.deviations for deviation in case] for each in kinds]
-        at = int(np.argmax([np.mean(of_kind) for of_kind in klds]))
-        of_worst = kinds[at]
-        measured.append(
-            Measured(
-                repair=method.repair,
-                ratio=method.share,
-                overlap_k=method.overlap,
-                n_prompts=sum(len(each.seconds) for each in kinds),
-                evaluated=float(np.mean([r.evaluated_ratio for each in kinds for r in each.reuses])),
-                kld_mean=float(np.mean(klds[at])),
-                kld_median=float(np.median(klds[at])),
-                same_top1=float(np.mean([d.same_top1 for case in of_worst.deviations for d in case])),
-            )
-        )
-    return Calibration(
-        identity=name_of(identity), label=identity.label, max_kld=max_kld, measured=tuple(measured)
-    )
-
-
 def _share(row: ReuseRow) -> str:
     if row.kld_of_none is None or row.kld_of_none_low is None:
         return number(row.kld_of_none, ".0%")
@@ -360,16 +317,7 @@ TABLE = Table(
 TEST = BenchTest(
     name="reuse",
     measures="passages reused at another place of a prompt: time, divergence, repairs",
-    flags=(
-        "--workload",
-        "--donor",
-        "--repair",
-        "--documents",
-        "--n-prompt",
-        "--repeats",
-        "--calibrate",
-        "--max-kld",
-    ),
+    flags=("--workload", "--donor", "--repair", "--documents", "--n-prompt", "--repeats"),
     specs=("mixed:cold=q8_0", "mixed"),
     tables=(TABLE,),
     check=check,

@@ -2,13 +2,11 @@
 
 from mixedkv.chunks.chunk_cache import ChunkCache
 from mixedkv.chunks.chunk_reuse import ChunkReuse
-from mixedkv.chunks.passages import UncalibratedWarning
 from mixedkv.chunks.verify import CorrectnessReport, verify_correctness
 
 __all__ = [
     "ChunkCache",
     "ChunkReuse",
     "CorrectnessReport",
-    "UncalibratedWarning",
     "verify_correctness",
 ]

@@ -74,7 +74,7 @@ class ChunkCache:
 
     Raises:
         UnsupportedModelError: rows of this model cannot be moved, or the method needs another cache.
-        ValueError: a setting is out of range, or the calibration belongs to another model.
+        ValueError: a setting is out of range.
     """
 
     def __init__(self, llm: Llama, store: KVStore, **options: Any) -> None:

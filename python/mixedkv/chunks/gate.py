@@ -1,4 +1,4 @@
-"""Decides whether chunks may be reused: by a calibration at first, then by checks of sampled requests."""
+"""Decides by checks of sampled requests whether chunks may be reused."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ how they are repaired. Both `ChunkCache` and the engine use this.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.chunks.calibration import read_calibration
 from mixedkv.chunks.chunk_reuse import REPAIRS, ChunkChoice, Repair
 from mixedkv.chunks.donors import DonorIndex
 from mixedkv.chunks.fingerprints import WIDTH, TextEnds
@@ -28,10 +26,6 @@ from mixedkv.tokens import Tokens
 _INDEXES = 64  # identities (and so tenants) whose donors are kept in memory
 
 
-class UncalibratedWarning(UserWarning):
-    """The effect of reusing chunks was not measured on this model."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkOptions:
     """Settings for finding and repairing passages.
@@ -42,8 +36,7 @@ class ChunkOptions:
         boundary_window: maximum number of tokens by which the edge of a passage moves to the end of a
             sentence, line or message.
         max_donors: maximum number of places that are remembered for a passage.
-        repair, ratio, overlap_k: see `Method`. If none is given, the calibration chooses; without one it is
-            "query".
+        repair, ratio, overlap_k: see `Method`.
         max_kld: median divergence of checked requests, in nats, above which chunks are no longer reused.
         check: share of the requests that are also evaluated exactly, in idle time.
         seed: seed of the choice of these.
@@ -68,10 +61,7 @@ class ChunkOptions:
         _check_whole("max_donors", self.max_donors, 1, 1024)
 
     @property
-    def method(self) -> Method | None:
-        """The method that was asked for; None if none was."""
-        if self.repair is None and self.ratio is None and self.overlap_k is None:
-            return None
+    def method(self) -> Method:
         return Method(repair=self.repair or "query", ratio=self.ratio, overlap_k=self.overlap_k)
 
 
@@ -137,7 +127,7 @@ class Passages:
         identity = Identity.of(llm)
         check_model(llm, identity, size)
         self.gate = Gate(self._options.max_kld, self._options.check, self._options.seed)
-        self.method = self._options.method or self._calibrated(identity) or Method()
+        self.method = self._options.method
         check_method(llm, self.method)
         self._n_ctx, self._sliding_window = n_ctx, identity.sliding_window
         self._unsupported = _unsupported(llm)
@@ -206,22 +196,6 @@ class Passages:
         self._indexes[identity.digest] = index  # the last one used comes last
         index.refresh()
         return index
-
-    def _calibrated(self, identity: Identity) -> Method | None:
-        folder = self._store.folder
-        found = read_calibration(folder, identity) if folder is not None else None
-        if found is None:
-            warnings.warn(
-                "what reuse of chunks does to this model has not been measured: run `mixedkv bench reuse "
-                "--calibrate`, or choose a repair yourself",
-                UncalibratedWarning,
-                stacklevel=4,
-            )
-            return None
-        if found.chosen is None:
-            self.gate.close(f"no method met max_kld={found.max_kld:g} when this model was calibrated")
-            return None
-        return found.chosen.method
 
 
 def _head(ends: npt.NDArray[np.int8], options: ChunkOptions) -> int:

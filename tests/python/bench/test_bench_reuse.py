@@ -1,20 +1,16 @@
-"""`mixedkv bench reuse`: what its rows say, and the calibration that a `ChunkCache` then obeys."""
+"""`mixedkv bench reuse`: what its rows say."""
 
 from __future__ import annotations
 
 import json
-import warnings
 from importlib import metadata
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mixedkv.chunks import ChunkCache
-from mixedkv.chunks.calibration import Calibration, Measured, name_of, place
 from mixedkv.cli.main import main
 from mixedkv.llama import Llama
-from mixedkv.store import Identity, KVStore
 from mixedkv_bench.harness import real_text
 from mixedkv_bench.harness.contexts import CannotRunError
 from mixedkv_bench.harness.reuse_cases import DONORS, WORKLOADS, CaseMaker
@@ -27,40 +23,12 @@ KV = "mixed:cold=q8_0"
 KINDS = [(workload, donor) for workload in WORKLOADS for donor in DONORS[workload]]
 
 
-def measured(repair: str, kld: float, evaluated: float) -> Measured:
-    return Measured(
-        repair=repair,  # type: ignore[arg-type]
-        ratio=0.1 if repair == "query" else 0.0,
-        overlap_k=4,
-        n_prompts=5,
-        evaluated=evaluated,
-        kld_mean=kld,
-        kld_median=kld / 2,
-        same_top1=1.0,
-    )
-
-
-def calibration(llm: Llama, *methods: Measured, max_kld: float = 0.01) -> Calibration:
-    who = Identity.of(llm)
-    return Calibration(identity=name_of(who), label=who.label, max_kld=max_kld, measured=methods)
-
-
 @pytest.mark.slow
-def test_rows_and_calibration(
+def test_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     request.getfixturevalue("real_model_q4_1")  # skips without the extra, which has the texts
-    small = [
-        "--repeats",
-        "1",
-        "--n-prompt",
-        "500",
-        "--calibrate",
-        str(tmp_path),
-        "--max-kld",
-        "9",
-    ]
-    rows = run(tmp_path / "r.json", "reuse", "--kv", KV, *small)
+    rows = run(tmp_path / "r.json", "reuse", "--kv", KV, "--repeats", "1", "--n-prompt", "500")
     full = [row for row in rows if row["method"] == "full"]
     assert [(row["workload"], row["donor"]) for row in full] == KINDS
     for row in rows:
@@ -73,14 +41,6 @@ def test_rows_and_calibration(
             assert row["evaluated"] + row["approximate"] <= 1.001  # the rest was cached exactly
             assert row.get("kld_of_none") in (1, None)  # None: without any divergence
     assert "Passages reused in another place" in capsys.readouterr().out
-    (path,) = tmp_path.glob("chunks-*.json")
-    found = Calibration.model_validate_json(path.read_text())
-    assert len(found.measured) == 10
-    assert found.chosen is not None
-    unrepaired = found.measured[0].kld_mean
-    assert found.chosen.kld_mean <= unrepaired / 4 or found.chosen.kld_mean == min(
-        each.kld_mean for each in found.measured
-    )
 
 
 @pytest.mark.slow
@@ -95,42 +55,13 @@ def test_what_was_asked_for_is_measured(tmp_path: Path) -> None:
         assert row["cpu_vs_cold"] == 1 if row["method"] == "full" else row["cpu_vs_cold"] > 0
 
 
-def test_the_calibration_chooses(llm: Llama, tmp_path: Path) -> None:
-    methods = [measured("none", 0.2, 0.0), measured("query", 0.009, 0.1), measured("seam", 0.001, 0.3)]
-    with KVStore(tmp_path) as store:
-        calibration(llm, *methods).write(tmp_path)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            cache = ChunkCache(llm, store)
-            assert (cache.method.repair, cache.method.ratio, cache.method.overlap_k) == ("query", 0.1, 4)
-            assert ChunkCache(llm, store, repair="none").method.repair == "none"
-        calibration(llm, *methods, max_kld=1e-6).write(tmp_path)
-        assert "no method met" in ChunkCache(llm, store).stats().off
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[1", '{"format": 2}'])
-def test_a_damaged_calibration_is_refused(llm: Llama, tmp_path: Path, text: str) -> None:
-    place(tmp_path, name_of(Identity.of(llm))).write_text(text)
-    with KVStore(tmp_path) as store, pytest.raises(ValueError, match="Calibrate again"):
-        ChunkCache(llm, store)
-
-
-def test_a_calibration_of_another_model_is_refused(llm: Llama, tmp_path: Path) -> None:
-    other = calibration(llm, measured("seam", 0, 0)).model_copy(update={"identity": "0" * 64})
-    place(tmp_path, name_of(Identity.of(llm))).write_text(other.model_dump_json())
-    with KVStore(tmp_path) as store, pytest.raises(ValueError, match="another model"):
-        ChunkCache(llm, store)
-
-
 @pytest.mark.parametrize(
     ("flags", "match"),
     [
-        (["--calibrate", "no/such/folder"], "cannot be written"),
+        (["--json", "no/such/folder/r.json"], "cannot be written"),
         (["--n-prompt", "100"], "256 or more"),
-        (["--max-kld", "0"], "positive number"),
         (["--workload", "poems"], "invalid choice: 'poems'"),
         (["--documents", "1"], "2 or more"),
-        (["--calibrate", ".", "--repair", "query"], "leave --workload, --donor and --repair out"),
         (["--workload", "few_shot", "--donor", "alone"], "no rows of this donor"),
     ],
 )

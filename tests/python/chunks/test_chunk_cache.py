@@ -4,7 +4,6 @@ does.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -15,7 +14,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.chat import MessageCache
-from mixedkv.chunks import ChunkCache, UncalibratedWarning
+from mixedkv.chunks import ChunkCache
 from mixedkv.chunks.deviation import compare, follow, last_logits
 from mixedkv.chunks.repair import Method
 from mixedkv.errors import ContextLengthError, UnsupportedModelError
@@ -301,14 +300,6 @@ def test_ten_moves_are_one(llm: Llama, store: KVStore) -> None:
 
 
 # --- the gate ---
-
-
-def test_without_a_calibration_it_warns(llm: Llama, store: KVStore) -> None:
-    with pytest.warns(UncalibratedWarning, match="calibrate"):
-        ChunkCache(llm, store)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ChunkCache(llm, store, repair="seam")
 
 
 def test_checked_requests_close_the_gate(llm: Llama, store: KVStore) -> None:

@@ -304,7 +304,6 @@ def test_settings_and_models_that_cannot() -> None:
 # --- PromptCache ---
 
 
-@pytest.mark.filterwarnings("ignore::mixedkv.chunks.UncalibratedWarning")
 def test_warm_documents() -> None:
     texts = [" ".join(make_recall(63_000 + i, 14).journal) for i in range(3)]
     options = {"n_seq_max": 8, "kv_unified": True, "n_ctx": 4096}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 
 from mixedkv import KVBlock, Llama
-from mixedkv.chunks import ChunkCache, UncalibratedWarning
+from mixedkv.chunks import ChunkCache
 from mixedkv.chunks.deviation import last_logits
 from mixedkv.engine.batch.batch import Batch
 from mixedkv.store import Identity, KVStore
@@ -232,8 +231,7 @@ def test_chunks_are_text(make: Callable[..., Llama]) -> None:
     parts = [block.slice(p, p + 5).is_text for p in (0, AT - 5, AT - 1, AT, AT + 1, END)]
     assert parts == [True, True, False, False, False, True]
     llm.kv.remove(0)
-    with KVStore(None) as store, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UncalibratedWarning)
+    with KVStore(None) as store:
         cache = ChunkCache(llm, store, chunk_size=32, repair="seam", max_kld=9.0, check=0.0)
         eval_all(llm)
         store.save(llm, TOKENS)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cached_property
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mixedkv import KVBlock, Llama
-from mixedkv.chunks import ChunkCache, UncalibratedWarning
+from mixedkv.chunks import ChunkCache
 from mixedkv.chunks.deviation import last_logits
 from mixedkv.engine import Engine
 from mixedkv.engine.batch.batch import Batch
@@ -148,8 +147,7 @@ class Tried:
     def chunks(self) -> None:
         wide = {f"{self._arch}.attention.sliding_window": 2 * CHUNK} if self._slides else None
         llm = self._open(swa_full=True, kv_overrides=wide)
-        with KVStore(None) as store, warnings.catch_warnings():
-            warnings.simplefilter("ignore", UncalibratedWarning)
+        with KVStore(None) as store:
             cache = ChunkCache(llm, store, chunk_size=CHUNK, repair="seam", max_kld=9.0, check=0.0)
             llm.eval(TOKENS)
             store.save(llm)
