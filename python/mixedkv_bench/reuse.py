@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import Field
 
 from mixedkv.chunks import ChunkCache, ChunkReuse
-from mixedkv.chunks.deviation import Deviation, compare, follow
+from mixedkv.chunks.gate import Deviation, compare, follow
 from mixedkv.chunks.repair import Method
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import padded

@@ -12,11 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.chunks.chunk_reuse import ChunkReuse, DonorUse, Repair
-from mixedkv.chunks.deviation import Deviation, compare, last_logits
+from mixedkv.chunks.donors import Segment
 from mixedkv.chunks.drift import DamagedRowsError
-from mixedkv.chunks.gate import Waiting
+from mixedkv.chunks.gate import Deviation, Waiting, compare, last_logits
 from mixedkv.chunks.passages import Passages, check_method
-from mixedkv.chunks.plan import Segment
 from mixedkv.chunks.repair import Method, method_of
 from mixedkv.chunks.stitch import Rows, Stitch
 from mixedkv.errors import ContextLengthError

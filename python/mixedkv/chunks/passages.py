@@ -12,10 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.chunks.chunk_reuse import REPAIRS, ChunkChoice, Repair
-from mixedkv.chunks.donors import DonorIndex
-from mixedkv.chunks.fingerprints import WIDTH, TextEnds
+from mixedkv.chunks.donors import SHORTEST_SEGMENT, WIDTH, DonorIndex, TextEnds, find_segments
 from mixedkv.chunks.gate import Gate
-from mixedkv.chunks.plan import SHORTEST_SEGMENT, find_segments
 from mixedkv.chunks.repair import Method
 from mixedkv.chunks.stitch import Rows
 from mixedkv.errors import UnsupportedModelError

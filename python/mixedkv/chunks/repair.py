@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.chunks.chunk_reuse import REPAIRS, Repair
-from mixedkv.chunks.plan import Segment
+from mixedkv.chunks.donors import Segment
 
 Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]

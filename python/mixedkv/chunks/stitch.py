@@ -11,9 +11,9 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.chunks.deviation import last_logits
+from mixedkv.chunks.donors import Segment, covered
 from mixedkv.chunks.drift import Drift, corrected_layers, pieces
-from mixedkv.chunks.plan import Segment, covered
+from mixedkv.chunks.gate import last_logits
 from mixedkv.chunks.repair import Mask, Method, at_seams, most, spread, worth
 from mixedkv.kv.block import KVBlock
 from mixedkv.llama import Llama

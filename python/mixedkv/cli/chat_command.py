@@ -15,10 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from mixedkv.chat import ChatResult, ChatUsage, MessageCache
-from mixedkv.cli.chat_commands import ChatCommands
-from mixedkv.cli.chat_history import ChatHistory
-from mixedkv.cli.chat_markdown import markdown_shown, show_markdown
-from mixedkv.cli.chat_terminal import StopSignal, questions
+from mixedkv.cli.chat_commands import ChatCommands, ChatHistory
+from mixedkv.cli.chat_terminal import StopSignal, markdown_shown, questions, show_markdown
 from mixedkv.cli.model import (
     add_llama_arguments,
     add_sampling_arguments,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 from mixedkv.cli.values import decimal, integer, positive
 from mixedkv.config import UniformKV, parse_kv
 from mixedkv.config.checks import did_you_mean
-from mixedkv.doors.gone import instead_of
 from mixedkv.model.hub_model import PREFIX, is_hub_name
 from mixedkv.model.named_model import NAMES
 
@@ -69,7 +68,11 @@ _INSTEAD = {  # of llama.cpp's options
     "--timeout": "write --request-timeout S or --read-timeout S",
     "--ssl-key-file": "write --tls-key FILE",
     "--ssl-cert-file": "write --tls-cert FILE",
-    "--chat-template-file": "write --chat-format FILE",
+    **dict.fromkeys(("--chat-template", "--chat-template-file"), "write --chat-format FILE"),
+    **dict.fromkeys(
+        ("--temp", "--top-k", "--top-p", "--min-p", "--repeat-penalty", "-s", "--seed"),
+        "write --sampling temperature=T,top_k=K,seed=N",
+    ),
     "--color": "answers on a terminal have colours",
 }
 _FIELD = re.compile(r"(?<![\w/.'\"=-])[a-z]+(?:_[a-z]+)+\b|(?:^|(?<=and ))[a-z]+(?==)", re.ASCII)
@@ -151,8 +154,6 @@ def unknown(words: Iterable[str], known: Iterable[str]) -> str:
     name = word.partition("=")[0]
     if instead := _INSTEAD.get(name):
         return f"there is no {name}: {instead}"
-    if name.startswith("--") and (instead := instead_of(name[2:].replace("-", "_"), name)):
-        return instead
     if not word.startswith("-"):
         return f"{word!r} is one argument too many"
     return f"there is no option {name}{did_you_mean(name, known)}"

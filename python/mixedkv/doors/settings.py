@@ -20,7 +20,6 @@ from pydantic_settings import (
 
 from mixedkv.config import parse_kv
 from mixedkv.config.checks import did_you_mean
-from mixedkv.doors.gone import GONE, instead_of
 from mixedkv.hosts import is_local
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES
 from mixedkv.sizes import GB, MB, parse_duration, parse_size
@@ -215,8 +214,6 @@ class DoorSettings(BaseSettings):
             raise ValueError(f"{path}: {error}") from None
         values = {name.replace("-", "_"): value for name, value in values.items()}
         for name in sorted(values.keys() - cls.model_fields):
-            if instead := instead_of(name, name):
-                raise ValueError(f"{path}: {instead}")
             hint = did_you_mean(name, map(repr, cls.model_fields))
             raise ValueError(f"{path}: unknown option {name!r}{hint}: use the names of --help, as 'n_ctx'")
         return values
@@ -224,10 +221,6 @@ class DoorSettings(BaseSettings):
     @classmethod
     def _read_environ(cls, environ: Mapping[str, str]) -> dict[str, Any]:
         """Read options from the environment; others of its variables are of kernels and tests."""
-        for name in GONE:
-            variable = f"{cls.model_config['env_prefix']}{name.upper()}"
-            if variable in environ and name not in cls.model_fields:
-                raise ValueError(instead_of(name, variable))
         source = EnvSettingsSource(cls)
         source.env_vars = {name.lower(): value for name, value in environ.items() if name.isupper()}
         switches = {name for name, field in cls.model_fields.items() if field.annotation is bool}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from itertools import count
 from typing import NamedTuple
 
-from mixedkv.ray.prefix import BLOCK, Prefix
+from mixedkv.ray.router import BLOCK, Prefix
 
 _MAX_BLOCKS = 200_000  # that are remembered: 50 MB of text
 _MAX_SESSIONS = 100_000

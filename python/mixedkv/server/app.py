@@ -35,9 +35,8 @@ from mixedkv.server.api import (
 )
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.fields import place
-from mixedkv.server.http.body_limit import BodyLimit
 from mixedkv.server.http.json_body import BodyParser, SaidOnce
-from mixedkv.server.http.middleware import OwnPagesOnly, ShortPaths
+from mixedkv.server.http.middleware import BodyLimit, OwnPagesOnly, ShortPaths
 from mixedkv.server.pending import Disconnected
 from mixedkv.server.settings import ServerSettings
 from mixedkv.server.snapshot import metrics_text

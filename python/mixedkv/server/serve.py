@@ -33,7 +33,7 @@ from mixedkv.server.state import ServerState, SessionKV
 from mixedkv.server.warming import WarmLine, read_warm_file, warm
 from mixedkv.server.watchdog import Watchdog
 from mixedkv.sessions import ContextCacheManager
-from mixedkv.sessions.record_codec import PLAIN, RecordCodec
+from mixedkv.sessions.metadata import PLAIN, RecordCodec
 from mixedkv.sizes import parse_duration
 from mixedkv.store import KVStore, key_from_file
 from mixedkv.store.encryption import KeyCipher, KeySource

@@ -23,7 +23,7 @@ from mixedkv.errors import ClosedError, QueueFullError
 from mixedkv.images.projector import Projector
 from mixedkv.server.api_error import ApiError, bad_request, from_engine, no_key
 from mixedkv.server.described import Described
-from mixedkv.server.http.body_limit import DEADLINE, TENANT
+from mixedkv.server.http.middleware import DEADLINE, TENANT
 from mixedkv.server.pending import Delivery
 from mixedkv.server.pools import LARGE, Pools
 from mixedkv.server.watchdog import Watchdog

@@ -10,8 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol
 
 from mixedkv.ids import check_id, check_tenant, new_id
-from mixedkv.sessions.metadata import Held, Key, Listed, MetadataStore, Outcome, Quota
-from mixedkv.sessions.record_codec import PLAIN, RecordCodec
+from mixedkv.sessions.metadata import PLAIN, Held, Key, Listed, MetadataStore, Outcome, Quota, RecordCodec
 from mixedkv.sessions.records import (
     MAX_TTL,
     CacheSessionMetadata,

@@ -12,8 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mixedkv.sessions.metadata import BESIDE_STORE, Held, Key, Listed, Outcome, Quota, beside
-from mixedkv.sessions.record_codec import PLAIN, RecordCodec
+from mixedkv.sessions.metadata import (
+    BESIDE_STORE,
+    PLAIN,
+    Held,
+    Key,
+    Listed,
+    Outcome,
+    Quota,
+    RecordCodec,
+    beside,
+)
 from mixedkv.store.encryption import KeyCipher, KeySource
 from mixedkv.store.tiers.disk import check_folder, inode, open_own
 

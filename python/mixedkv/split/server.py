@@ -22,10 +22,9 @@ from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.sizes import parse_duration
 from mixedkv.split import wire
-from mixedkv.split.kept_sessions import KeptSessions
 from mixedkv.split.parts import BODY, ModelPart, read_part
 from mixedkv.split.service import SplitService
-from mixedkv.split.sessions import Sessions
+from mixedkv.split.sessions import KeptSessions, Sessions
 from mixedkv.split.split_settings import SplitSettings
 
 _OPTIONS = [

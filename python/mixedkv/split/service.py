@@ -21,9 +21,8 @@ from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError, Rows
 from mixedkv.kv.fetched import Fetched
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import wire
-from mixedkv.split.kept_sessions import Kept, KeptSessions, Place
 from mixedkv.split.parts import VERSION, ModelPart
-from mixedkv.split.sessions import Session, Sessions
+from mixedkv.split.sessions import Kept, KeptSessions, Place, Session, Sessions
 from mixedkv.store.entries import TooLargeError
 
 log = logging.getLogger("mixedkv.split")

@@ -17,7 +17,7 @@ from kvboost_peer import KVBoost
 
 from mixedkv import Llama
 from mixedkv.chunks import ChunkCache
-from mixedkv.chunks.deviation import follow
+from mixedkv.chunks.gate import follow
 from mixedkv.chunks.repair import Method
 from mixedkv.model.named_model import find_model
 from mixedkv.store import KVStore

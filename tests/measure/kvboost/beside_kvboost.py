@@ -19,7 +19,7 @@ from kvboost_peer import KVBoost
 
 from mixedkv import Llama
 from mixedkv.chunks import ChunkCache
-from mixedkv.chunks.deviation import compare, follow
+from mixedkv.chunks.gate import compare, follow
 from mixedkv.model.named_model import find_model
 from mixedkv.store import KVStore
 from mixedkv.tokens import Tokens, as_tokens

@@ -24,9 +24,7 @@ KINDS = [(workload, donor) for workload in WORKLOADS for donor in DONORS[workloa
 
 
 @pytest.mark.slow
-def test_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
-) -> None:
+def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> None:
     request.getfixturevalue("real_model_q4_1")  # skips without the extra, which has the texts
     rows = run(tmp_path / "r.json", "reuse", "--kv", KV, "--repeats", "1", "--n-prompt", "500")
     full = [row for row in rows if row["method"] == "full"]

@@ -15,7 +15,7 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.chat import MessageCache
 from mixedkv.chunks import ChunkCache
-from mixedkv.chunks.deviation import compare, follow, last_logits
+from mixedkv.chunks.gate import compare, follow, last_logits
 from mixedkv.chunks.repair import Method
 from mixedkv.errors import ContextLengthError, UnsupportedModelError
 from mixedkv.store import Identity, KVStore

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mixedkv.chunks.donors import Donor, DonorIndex
-from mixedkv.chunks.plan import SHORTEST_QUESTION, covered, find_segments
+from mixedkv.chunks.donors import SHORTEST_QUESTION, Donor, DonorIndex, covered, find_segments
 from mixedkv.store import Identity, KVStore
 from support.store_support import identity, make_block, put_chain
 

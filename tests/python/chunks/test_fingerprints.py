@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from mixedkv.chunks.fingerprints import WIDTH, TextEnds, find_fingerprints, slide
+from mixedkv.chunks.donors import WIDTH, TextEnds, find_fingerprints, slide
 from mixedkv.llama import Llama
 
 pytestmark = pytest.mark.core

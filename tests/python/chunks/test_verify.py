@@ -14,7 +14,7 @@ from mixedkv import Llama
 from mixedkv.chunks import ChunkCache, verify_correctness
 from mixedkv.chunks.donors import DonorIndex
 from mixedkv.chunks.repair import Method
-from mixedkv.chunks.row_damage import RowErrors
+from mixedkv.chunks.verify import RowErrors
 from mixedkv.kv.block import KVBlock, LayerRows
 from mixedkv.store import KVStore
 from mixedkv.tokens import Tokens

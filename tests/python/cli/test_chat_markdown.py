@@ -8,8 +8,8 @@ import random
 import pytest
 from rich.console import Console
 
-from mixedkv.cli import chat_markdown
-from mixedkv.cli.chat_markdown import MarkdownStream, markdown_shown, split_blocks
+from mixedkv.cli import chat_terminal
+from mixedkv.cli.chat_terminal import MarkdownStream, markdown_shown, split_blocks
 
 pyte = pytest.importorskip("pyte")
 
@@ -65,7 +65,7 @@ def screen() -> Screen:
 
 @pytest.fixture
 def console(screen: Screen, monkeypatch: pytest.MonkeyPatch) -> Console:
-    monkeypatch.setattr(chat_markdown, "_EVERY", 0.0)  # every part is drawn
+    monkeypatch.setattr(chat_terminal, "_EVERY", 0.0)  # every part is drawn
     return Console(file=screen, force_terminal=True, width=WIDTH, height=HEIGHT)  # type: ignore[arg-type]
 
 

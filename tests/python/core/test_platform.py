@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from mixedkv import _native
+from mixedkv.server import engines
 
 pytestmark = pytest.mark.core
 
@@ -24,7 +25,7 @@ try:
 except OSError as error:
     print(error)
 from mixedkv.server import http_server
-from mixedkv.server.model_watch import ModelWatch
+from mixedkv.server.engines import ModelWatch
 print(http_server._allow_connections(100_000))
 with ModelWatch([sys.argv[2]]) as watch:
     print(watch._changes())
@@ -48,13 +49,12 @@ def test_without_posix_modules(tmp_path: Path) -> None:
 
 def test_without_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """macOS has fcntl, but no leases: the file's size and time tell."""
-    from mixedkv.server import model_watch
 
-    monkeypatch.setattr(model_watch, "_HAS_LEASES", False)
-    monkeypatch.setattr(model_watch, "fcntl", None)
+    monkeypatch.setattr(engines, "_HAS_LEASES", False)
+    monkeypatch.setattr(engines, "fcntl", None)
     model = tmp_path / "model.gguf"
     model.write_bytes(b"GGUF")
-    with model_watch.ModelWatch([model]) as watch:
+    with engines.ModelWatch([model]) as watch:
         assert not watch._changes()
         model.write_bytes(b"GGUF and more")
         assert watch._changes()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mixedkv import Llama
-from mixedkv.chunks.deviation import last_logits
+from mixedkv.chunks.gate import last_logits
 from mixedkv.engine import Chat
 from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.engine.connect.store_connector import StoreConnector

@@ -13,7 +13,7 @@ import pytest
 
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.chunks.deviation import last_logits
+from mixedkv.chunks.gate import last_logits
 from mixedkv.engine import StoreConnector
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.prepare import fit

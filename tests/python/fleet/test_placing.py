@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from mixedkv.ray.placing import Placing
-from mixedkv.ray.prefix import BLOCK, Prefix, prefix_of
+from mixedkv.ray.router import BLOCK, Prefix, prefix_of
 
 REPLICAS = ["a", "b", "c"]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mixedkv import Llama
-from mixedkv.chunks.deviation import compare, last_logits
+from mixedkv.chunks.gate import compare, last_logits
 from mixedkv.errors import UnsupportedModelError
 from support.conversation_support import RECALL, open_llama
 

@@ -14,7 +14,7 @@ import pytest
 
 from mixedkv import KVBlock, Llama
 from mixedkv.chunks import ChunkCache
-from mixedkv.chunks.deviation import last_logits
+from mixedkv.chunks.gate import last_logits
 from mixedkv.engine.batch.batch import Batch
 from mixedkv.store import Identity, KVStore
 from support.harness import prompt, rel_rms

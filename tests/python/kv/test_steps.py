@@ -15,7 +15,7 @@ from llama_cpp._ggml import libggml
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from mixedkv.chunks.deviation import last_logits
+from mixedkv.chunks.gate import last_logits
 from support.conversation_support import open_llama
 
 pytestmark = pytest.mark.core

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mixedkv import KVBlock, Llama
-from mixedkv.chunks.deviation import last_logits
+from mixedkv.chunks.gate import last_logits
 from mixedkv.engine.batch.batch import Batch
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.store import KVStore

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from mixedkv.doors.keys import Keys
 from mixedkv.server.api_error import ApiError
-from mixedkv.server.http.body_limit import BodyLimit
+from mixedkv.server.http.middleware import BodyLimit
 from mixedkv.server.state import tenant
 from support.server_support import key_file
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.chunks.deviation import last_logits
+from mixedkv.chunks.gate import last_logits
 from mixedkv.server.engines import speculation_of
 from mixedkv.server.models import served_models
 from mixedkv.server.settings import ServerSettings

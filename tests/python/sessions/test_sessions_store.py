@@ -12,9 +12,8 @@ import pytest
 
 from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager
 from mixedkv.sessions.manager import open_metadata
-from mixedkv.sessions.metadata import Key, beside
+from mixedkv.sessions.metadata import PLAIN, Key, RecordCodec, beside
 from mixedkv.sessions.metadata_sqlite import reseal
-from mixedkv.sessions.record_codec import PLAIN, RecordCodec
 from mixedkv.store import KVStore
 from mixedkv.store.encryption import KeyCipher
 from support.session_support import code, created, wanted

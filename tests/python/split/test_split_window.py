@@ -15,7 +15,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from mixedkv.chunks.deviation import last_logits
+from mixedkv.chunks.gate import last_logits
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.kv.cache import KVCache

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from mixedkv.store import KVStore, rekey
-from mixedkv.store.remote import listing, tier
-from mixedkv.store.remote.listing import PIECE
+from mixedkv.store.remote import tier
+from mixedkv.store.remote.tier import PIECE
 from support import TESTS
 from support.patience import PATIENCE, wait_for
 from support.remote_servers import PATIENT, Line, redis_server, redis_url, s3_server, s3_url
@@ -124,7 +124,7 @@ def test_what_one_store_wrote_another_finds(
 def test_entries_of_many_pieces(
     remote: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, "PIECE", 4096)
+    monkeypatch.setattr(tier, "PIECE", 4096)
     write(remote())
     with open_store(remote(), tmp_path) as other:
         match = stored_match(other, WHO, TOKENS)
@@ -318,7 +318,7 @@ def test_damaged_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.CRITICAL, "mixedkv.store")
-    monkeypatch.setattr(listing, "PIECE", piece)
+    monkeypatch.setattr(tier, "PIECE", piece)
     check_damage(redis_port, 60, key)
 
 

@@ -19,7 +19,7 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.chunks import ChunkCache
-from mixedkv.chunks.deviation import compare, last_logits
+from mixedkv.chunks.gate import compare, last_logits
 from mixedkv.errors import ModelReadError
 from mixedkv.store import KVStore
 from support.conversation_support import RECALL

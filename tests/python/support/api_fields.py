@@ -12,7 +12,7 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from mixedkv.server.api.response_schemas import ResponsesRequest
+from mixedkv.server.api.responses import ResponsesRequest
 from mixedkv.server.api.schemas import ChatRequest, CompletionRequest, EmbeddingRequest
 from mixedkv.server.fields import IGNORED, REFUSED, Model
 

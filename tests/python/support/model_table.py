@@ -17,7 +17,7 @@ import numpy as np
 
 from mixedkv import KVBlock, Llama
 from mixedkv.chunks import ChunkCache
-from mixedkv.chunks.deviation import last_logits
+from mixedkv.chunks.gate import last_logits
 from mixedkv.engine import Engine
 from mixedkv.engine.batch.batch import Batch
 from mixedkv.store import KVStore

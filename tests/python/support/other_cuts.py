@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv import Llama
-from mixedkv.chunks.deviation import logits_at
+from mixedkv.chunks.gate import logits_at
 
 
 class OtherCuts:

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from mixedkv.chunks.chunk_reuse import ChunkChoice
-from mixedkv.chunks.deviation import Logits, compare, logits_at
-from mixedkv.chunks.gate import Waiting
+from mixedkv.chunks.gate import Logits, Waiting, compare, logits_at
 from mixedkv.chunks.passages import Passages
 from mixedkv.chunks.stitch import PassageRows
 from mixedkv.engine.connect.kv_connector import ConnectedEngine

@@ -1,18 +1,25 @@
-"""Small ASGI layers: who may call from where, ids of requests with the access log, and further paths."""
+"""ASGI layers before the endpoints: who may call from where, ids of requests with the access log, further
+paths, keys of tenants, and limits on bodies in size and time.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mixedkv.doors.keys import Keys
 from mixedkv.hosts import is_local
-from mixedkv.server.api_error import ApiError
+from mixedkv.server.api_error import ApiError, no_key, timed_out
 from mixedkv.server.logs import request_id
 
 
@@ -159,3 +166,200 @@ class RequestIds:
                 seconds = time.perf_counter() - began
                 log.info("%s %s %d %d bytes %.3f s", method, path, status, n_bytes, seconds)
             request_id.reset(token)
+
+
+_OPEN = ("", "/", "/stats", "/health", "/ready", "/metrics", "/openapi.json")  # without a key
+_OPEN_FOLDER = "/page/"
+_MAX_BYTES_OF_STRANGERS = 4096  # a client without a key cannot fill the memory
+_LINGER_SECONDS = 1.0
+# in a request's scope:
+DEADLINE = "mixedkv.deadline"  # time of the event loop at which the request is given up
+TENANT = "mixedkv.tenant"  # tenant whose key it has; None without a valid key
+_LARGEST_AT_A_TIME = 8  # all bodies together may take this many times the largest size
+_SMALL = 1 << 16  # bytes of a body that is always taken: as many as there are connections are no danger
+
+
+class BodyLimit:
+    """Answers 401 without a valid key, whatever else is wrong with the request; 413 for a body of more than
+    `max_bytes`; 408 for a body that is not complete after `read_seconds`; 429 while all bodies together are
+    too large and this tenant has its share of them; 504 if no answer begins within `seconds`.
+    """
+
+    def __init__(
+        self, app: ASGIApp, max_bytes: int, read_seconds: float, seconds: float, keys: Keys, count: Any
+    ) -> None:
+        self._app, self._max_bytes = app, max_bytes
+        self._read_seconds, self._seconds = read_seconds, seconds
+        self._keys, self._count = keys, count
+        self._held: Counter[str] = Counter()  # bytes of each tenant's requests at work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")
+                path = getattr(route, "path", "other")  # never one that a client made up
+                self._count.labels(path, str(message["status"])).inc()
+            await send(message)
+
+        scope[DEADLINE] = asyncio.get_running_loop().time() + self._seconds
+        headers = Headers(scope=scope)
+        scope[TENANT] = self._keys.tenant(headers.get("authorization"), headers.get("x-api-key"))
+        held = _Held(scope[TENANT] or "")
+        try:
+            error = await self._read_or_refuse(scope, receive, held)
+            if error is not None:
+                await error.response(_path(scope))(scope, receive, counted)
+            elif held.parts is not None:
+                await self._answer(scope, held.replay(receive), counted)
+        finally:
+            self._release(held)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        work = asyncio.ensure_future(self._app(scope, receive, noted))
+        try:
+            left = scope[DEADLINE] - asyncio.get_running_loop().time()
+            await asyncio.wait({work}, timeout=max(0.0, left))
+            if work.done() or begun:
+                await work
+                return
+        finally:
+            work.cancel()
+        await asyncio.wait({work}, timeout=_LINGER_SECONDS)
+        if not begun:
+            await timed_out(self._seconds).response()(scope, receive, send)
+        begun = True
+
+    async def _read_or_refuse(self, scope: Scope, receive: Receive, held: _Held) -> ApiError | None:
+        try:
+            await asyncio.wait_for(self._read(scope, receive, held), self._read_seconds)
+        except asyncio.TimeoutError:
+            message = f"the body did not come within {self._read_seconds:g} seconds: send it faster, or less"
+            refusal = ApiError(408, message, code="request_timeout", headers={"Connection": "close"})
+        except ApiError as error:
+            refusal = error
+        else:
+            return None
+        self._release(held)  # the answer to a request that took too long
+        await _let_it_end(scope, receive)
+        return refusal
+
+    def _limit(self, scope: Scope) -> int:
+        if scope[TENANT] is None:
+            return min(self._max_bytes, _MAX_BYTES_OF_STRANGERS)
+        return self._max_bytes
+
+    async def _read(self, scope: Scope, receive: Receive, held: _Held) -> None:
+        """Read the body of a request.
+
+        Raises:
+            ApiError: 401, it needs a key; 400, it gives its length in two ways; 413, it is too large; 429,
+                all bodies together are.
+        """
+        if scope[TENANT] is None and not (_path(scope) in _OPEN or _path(scope).startswith(_OPEN_FOLDER)):
+            raise no_key()
+        limit = self._limit(scope)
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+            raise ApiError(
+                400,
+                "Content-Length and Transfer-Encoding do not go together: send one of them",
+                code="invalid_http",
+                headers={"Connection": "close"},
+            )
+        for name, value in scope["headers"]:
+            if name == b"content-length" and value.isdigit() and int(value[:20]) > limit:
+                raise self._too_large(limit)
+        size, more = 0, True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":  # the client has gone
+                held.parts = None
+                return
+            part = message.get("body", b"")
+            more = message.get("more_body", False)
+            size += len(part)
+            self._reserve(held, size, limit)
+            held.parts.append(part)
+
+    def _reserve(self, held: _Held, size: int, limit: int) -> None:
+        if size > limit:
+            raise self._too_large(limit)
+        more = max(0, size - held.size)
+        if size > _SMALL and not self._has_room(held.tenant, more):
+            self._release(held)  # at once, so that a body in the same turn of the event loop has room
+            raise ApiError(
+                429,
+                "the bodies of requests at work take all the memory they may: try again later",
+                code="too_many_bytes",
+                headers={"Retry-After": "1", "Connection": "close"},
+            )
+        held.size += more
+        self._held[held.tenant] += more
+
+    def _has_room(self, tenant: str, more: int) -> bool:
+        """Return whether a tenant may hold so many bytes more: while there is room for all, and up to an
+        equal share among the tenants that hold much, whatever they hold.
+        """
+        most = _LARGEST_AT_A_TIME * self._max_bytes
+        n_others = sum(name != tenant and n > _SMALL for name, n in self._held.items())
+        return self._held.total() + more <= most or self._held[tenant] + more <= most // (1 + n_others)
+
+    def _release(self, held: _Held) -> None:
+        """Count the memory of a body as free."""
+        self._held[held.tenant] -= held.size
+        if not self._held[held.tenant]:
+            del self._held[held.tenant]
+        held.size, held.parts = 0, None
+
+    def _too_large(self, limit: int) -> ApiError:
+        message = f"the body is larger than {limit} bytes, which is what this server takes"
+        if limit < self._max_bytes:
+            message += " without a key"
+        return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
+
+
+class _Held:
+    """A body in memory: the bytes received so far and its parts, which are None if it is incomplete."""
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant, self.size = tenant, 0
+        self.parts: Any = []
+
+    def replay(self, receive: Receive) -> Receive:
+        """Receive the whole body as one message, then whatever follows."""
+        messages = [{"type": "http.request", "body": b"".join(self.parts), "more_body": False}]
+        self.parts = None
+
+        async def next_message() -> Message:
+            return messages.pop() if messages else await receive()
+
+        return next_message
+
+
+def _path(scope: Scope) -> str:
+    return without(scope.get("root_path", ""), scope["path"])
+
+
+async def _let_it_end(scope: Scope, receive: Receive) -> None:
+    """Receive and drop the rest of a body, for a while: a client that is still sending when the connection is
+    closed gets a reset and never sees the answer.
+    """
+    if any(name == b"expect" for name, _ in scope["headers"]):
+        return  # it waits for leave to send
+
+    async def drop() -> None:
+        while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
+            pass
+
+    with suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(drop(), _LINGER_SECONDS)

@@ -10,7 +10,7 @@ import llama_cpp
 import numpy as np
 
 from mixedkv import Llama
-from mixedkv.chunks.deviation import logits_at
+from mixedkv.chunks.gate import logits_at
 from mixedkv.config import MixedKVConfig
 from mixedkv.engine.batch.batch import Batch
 

@@ -12,7 +12,7 @@ import numpy as np
 from llama_cpp import StoppingCriteriaList
 
 from mixedkv.chunks import ChunkCache
-from mixedkv.chunks.deviation import logits_at
+from mixedkv.chunks.gate import logits_at
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.store import KVStore
 from support.crossing.injections import Calls, RaisedError, abort_callback, cut_short, signal_after
