@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, overload
 import llama_cpp
 
 from mixedkv import _core
-from mixedkv.card import card
 from mixedkv.config import KVSetting, MixedKVConfig
 from mixedkv.config.row_types import ggml_type, type_block
 from mixedkv.context_choice import ContextChoice, choose_context, choose_setting
@@ -237,10 +236,6 @@ class Llama(GuardedLlama):
             self._loading = None
             _core.limit_sliding(0)
             _core.withdraw()
-
-    def _repr_html_(self) -> str:
-        """Return the card that a notebook shows."""
-        return card("Llama", [("file", self.model_path)], self._kv._repr_html_())
 
     @property
     def kv(self) -> KVCache:

@@ -16,13 +16,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as Late
 from types import TracebackType
 from typing import Any, TypeVar
 
 import llama_cpp
 
-from mixedkv.card import card
 from mixedkv.chunks.chunk_reuse import ChunkChoice
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.batch.vector_job import VectorJob, vector_width
@@ -57,7 +55,6 @@ from mixedkv.tokens import Tokens
 log = logging.getLogger("mixedkv.engine")
 
 _CLOSING = "the engine is shutting down"
-_CARD_SECONDS = 5.0  # seconds that a notebook waits for a step to end, when it shows the engine
 
 _T = TypeVar("_T")
 
@@ -219,24 +216,6 @@ class Engine:
     def alive(self) -> bool:
         """True while the engine takes jobs."""
         return self._thread.is_alive() and not self._inbox.closed
-
-    def _repr_html_(self) -> str:
-        return self.card()
-
-    def card(self, title: str = "Engine") -> str:
-        """Return the HTML that a notebook shows: running and waiting jobs, and what the cache holds, if the
-        engine answers in time.
-        """
-        rows: list[tuple[str, object]] = [
-            ("model", self.llm.model_path),
-            ("context", f"{self.n_ctx} tokens, {self.parallel} answers at a time"),
-            ("running", self.n_running),
-            ("waiting", self.n_queued),
-        ]
-        try:
-            return card(title, rows, self.call(self.llm.kv.stats).result(_CARD_SECONDS)._repr_html_())
-        except (ClosedError, Late) as error:
-            return card(title, [*rows, ("state", "closed" if isinstance(error, ClosedError) else "busy")])
 
     @property
     def idle(self) -> bool:

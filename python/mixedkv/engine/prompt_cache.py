@@ -84,11 +84,6 @@ class PromptCache:
         self._connector = connector
         self.engine = Engine(llm, connector=connector, **options)
 
-    def _repr_html_(self) -> str:
-        """Return the card that a notebook shows."""
-        store = getattr(self._connector, "store", None)
-        return self.engine.card("PromptCache") + (store._repr_html_() if store is not None else "")
-
     @overload
     def warm(self, prompt: str | Sequence[int]) -> Generation: ...
 

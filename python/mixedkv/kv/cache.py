@@ -7,9 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv import _core
-from mixedkv.card import card
 from mixedkv.config import MixedKVConfig
-from mixedkv.errors import ClosedError, ContextBusyError, UnsupportedModelError
+from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.block import KVBlock
 from mixedkv.kv.evaluating import Evaluating
 from mixedkv.kv.layer_view import LayerView
@@ -32,13 +31,6 @@ class KVCache(Evaluating):
 
     def __repr__(self) -> str:
         return f"<KVCache {self._setting}>"
-
-    def _repr_html_(self) -> str:
-        """Return the card that a notebook shows."""
-        try:
-            return self.stats()._repr_html_()
-        except (ClosedError, ContextBusyError) as error:
-            return card("KV cache", [("", error)])
 
     @exclusive
     def stats(self, by_layer: bool = False) -> KVStats:

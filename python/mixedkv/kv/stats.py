@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from mixedkv.card import bar, card, rows_of
 from mixedkv.config.row_types import type_name
 from mixedkv.sizes import format_bytes
 
@@ -13,9 +12,6 @@ if TYPE_CHECKING:
     from mixedkv import _core
 
 _F16_BYTES = 2
-_N_LINES = 4  # of `str` that are not about one sequence or layer
-_MOST_BARS = 16
-_HOT, _COLD = "#d9822b", "#4a7fb5"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,27 +183,6 @@ class KVStats:
         ]
         filled = (sequence for sequence in self.sequences if sequence.pos_max >= 0)
         return "\n".join([*lines, *map(str, filled), *map(str, self.layers or ())])
-
-    def _repr_html_(self) -> str:
-        """Return the card that a notebook shows: the lines of `str`, and of each sequence which tokens are in
-        which tier.
-        """
-        rows = rows_of(str(self))[:_N_LINES]
-        filled = [sequence for sequence in self.sequences if sequence.pos_max >= 0]
-        bars = [self._bar(sequence) for sequence in filled[:_MOST_BARS]]
-        more = f"<div>and {len(filled) - _MOST_BARS} more sequences</div>" if len(filled) > _MOST_BARS else ""
-        return card("KV cache", rows, "".join(bars) + more)
-
-    def _bar(self, sequence: SequenceStats) -> str:
-        sinks = min(self.sink_tokens, sequence.n_hot) if sequence.n_cold else 0
-        parts = (
-            ("sinks in F16", sinks, _HOT),
-            ("older tokens, quantised" if self.mixed else "tokens", sequence.n_cold, _COLD),
-            ("window in F16", sequence.n_hot - sinks, _HOT),
-        )
-        tiers = f", {sequence.n_hot} of them F16" if self.mixed else ""
-        n = sequence.n_hot + sequence.n_cold
-        return bar(parts, self.n_ctx, f"sequence {sequence.seq_id}: {n} tokens{tiers}")
 
     def _tokens_text(self) -> str:
         if not self.mixed:

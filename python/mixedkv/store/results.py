@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.card import card, rows_of
 from mixedkv.sizes import format_bytes
 from mixedkv.store.identity import Identity
 
@@ -274,10 +273,6 @@ class StoreStats:
     def n_misses(self) -> int:
         """Number of searches that found nothing, for any reason."""
         return sum(self.misses.values())
-
-    def _repr_html_(self) -> str:
-        """Return the card that a notebook shows."""
-        return card("KV that is kept", rows_of(str(self)))
 
     def __str__(self) -> str:
         misses = ", ".join(f"{reason} {n}" for reason, n in sorted(self.misses.items()))

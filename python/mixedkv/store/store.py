@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy.typing as npt
 
-from mixedkv.card import card, rows_of
 from mixedkv.ids import check_session_id, check_tenant
 from mixedkv.kv.block import KVBlock
 from mixedkv.kv.fetched import Fetched, WrongRowsError
@@ -540,10 +539,6 @@ class KVStore:
     def entries(self) -> list[EntryInfo]:
         """Return all entries, last used first."""
         return self._entries.list()
-
-    def _repr_html_(self) -> str:
-        """Return the card that a notebook shows."""
-        return card("KVStore", [("folder", self.folder or "none, memory alone"), *rows_of(str(self.stats()))])
 
     def stats(self) -> StoreStats:
         """Return the contents of the store, and counts since it was opened."""
