@@ -1,4 +1,4 @@
-"""`mixedkv cache`: lists, checks, removes, encrypts and imports stored KV."""
+"""`mixedkv cache`: lists, checks, removes and imports stored KV."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ _LABEL_SHOWN = 28
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "List, remove, check, clean, encrypt, rekey or import the KV that is stored in a folder."
-    )
+    parser.description = "List, remove, check, clean, rekey or import the KV that is stored in a folder."
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     ls = _add(actions, "ls", _ls, "list what is stored, last used first")
     add_switch(ls, "--messages", "list chat messages by id, with their entries")
@@ -43,9 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add(actions, "verify", _verify, "read everything, remove what is damaged")
     rekey = _add(actions, "rekey", _rekey, "give an encrypted store another master key, also its sessions")
     add(rekey, "--new-key", "SOURCE", "the new master key, given as for --key", required=True)
-    encrypt = _add(actions, "encrypt", _encrypt, "encrypt what was stored before the store had a key")
-    text = "also keep the message ids of this tenant, whose name is stored as a hash; repeat for more"
-    add(encrypt, "--tenant", "NAME", text, action="append", default=[])
     packed = _add(actions, "import", run_import, "store a packed cache of another program, for an f16 cache")
     add(packed, "packed", "FILE", "file with the packed cache", Path)
     add(packed, "-m --model", "MODEL", MODEL_HELP)
@@ -190,21 +185,6 @@ def _rekey(args: argparse.Namespace) -> None:
     n_entries = rekey(args.store, old, new)
     n_sessions = reseal(args.store, old, new)
     print(f"{n_entries} entries and {n_sessions} sessions have the new key; the old one reads none of them")
-
-
-def _encrypt(args: argparse.Namespace) -> None:
-    from mixedkv.sessions.metadata_sqlite import reseal
-    from mixedkv.store import encrypt_plain
-    from mixedkv.store.encryption import parse_key_source
-
-    if not args.key:
-        raise ValueError("encrypt: give the key with --key")
-    _check_store(args.store)
-    key = parse_key_source(args.key)
-    n_entries, n_lost = encrypt_plain(args.store, key, args.tenant)
-    n_sessions = reseal(args.store, None, key)
-    lost = f"; {n_lost} could not be read and were removed" if n_lost else ""
-    print(f"{n_entries} entries and {n_sessions} sessions are encrypted now{lost}")
 
 
 def _age(seconds: float) -> str:

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from mixedkv.sessions.metadata import (
     BESIDE_STORE,
-    PLAIN,
     Held,
     Key,
     Listed,
@@ -235,9 +234,8 @@ def prepare(db: sqlite3.Connection, path: str, version: int, tables: str) -> Non
 _ATTEMPTS = 16
 
 
-def reseal(store: str | Path, old: KeySource | None, new: KeySource) -> int:
-    """Encrypt the sessions beside a store with `new`; returns how many. Those that `old` does not read stay;
-    None reads those that were written without a key.
+def reseal(store: str | Path, old: KeySource, new: KeySource) -> int:
+    """Encrypt the sessions beside a store with `new`; returns how many. Those that `old` does not read stay.
 
     Raises:
         OSError: they cannot be read or written.
@@ -245,8 +243,7 @@ def reseal(store: str | Path, old: KeySource | None, new: KeySource) -> int:
     path = beside(store)
     if not path.exists():
         return 0
-    before = PLAIN if old is None else RecordCodec(KeyCipher(old))
-    return asyncio.run(_reseal(path, before, RecordCodec(KeyCipher(new))))
+    return asyncio.run(_reseal(path, RecordCodec(KeyCipher(old)), RecordCodec(KeyCipher(new))))
 
 
 async def _reseal(path: Path, old: RecordCodec, new: RecordCodec) -> int:

@@ -20,7 +20,7 @@ from mixedkv.store.formats.packed import (
 from mixedkv.store.formats.packed_block import block_from_packed, packed_from_block, rotary_of
 from mixedkv.store.identity import Identity
 from mixedkv.store.packed_session import load_packed
-from mixedkv.store.rekey import encrypt_plain, rekey
+from mixedkv.store.rekey import rekey
 from mixedkv.store.results import Restored, Saved, Share, StoreStats
 from mixedkv.store.store import KVStore
 
@@ -32,7 +32,6 @@ __all__ = [
     "Share",
     "StoreStats",
     "block_from_packed",
-    "encrypt_plain",
     "key_from_environment",
     "key_from_file",
     "load_packed",

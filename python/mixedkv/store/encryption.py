@@ -28,7 +28,7 @@ CHUNK = 1 << 20
 VERSION = 1
 PLAIN_ENTRIES = (
     "%s: entries that were stored there before the store had a key lie in plain text and are not used: "
-    "encrypt them with `mixedkv cache encrypt`, or remove them with `mixedkv cache rm`"
+    "remove them with `mixedkv cache rm`"
 )
 HEADER = struct.Struct("<8sIIQ")  # magic, version, chunk size, bytes of the plain file
 _MAGIC = b"MKVCRYPT"

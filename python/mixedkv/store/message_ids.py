@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from mixedkv.ids import check_id, check_tenant
 from mixedkv.store.encryption import Cipher
@@ -63,28 +63,6 @@ class MessageIds:
                 "DELETE FROM messages WHERE tenant = ? AND number <= (SELECT number FROM messages "
                 "WHERE tenant = ? ORDER BY number DESC LIMIT 1 OFFSET ?)",
                 (tenant, tenant, _MOST),
-            )
-
-        self._entries.change(write)
-
-    def adopt(self, tenant: str, infos: Iterable[MessageInfo], entries: Mapping[str, str]) -> None:
-        """Copy another store's notes, the latest first, for entries that have these ids here.
-
-        Raises:
-            OSError: the index cannot be written.
-        """
-        name, now = self._tenant(tenant), time.time()
-        rows = [
-            (name, info.message_id, info.n_tokens, now, entries[info.entry])
-            for info in infos
-            if info.entry in entries
-        ]
-
-        def write(db: sqlite3.Connection) -> None:
-            db.executemany(
-                "INSERT OR REPLACE INTO messages (tenant, message_id, n_tokens, noted, entry) "
-                "VALUES (?, ?, ?, ?, ?)",
-                reversed(rows),
             )
 
         self._entries.change(write)

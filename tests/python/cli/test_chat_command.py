@@ -111,13 +111,12 @@ def test_a_history_can_be_encrypted(tmp_path: Path) -> None:
     chat("What is the code of the mill?\n", "--history", folder)
     done = chat("And of the barn?\n", "--history", folder, "--key", f"file:{key}")
     assert "they are encrypted now" in done.stderr  # the messages
-    assert "mixedkv cache encrypt" in done.stderr  # their KV
+    assert "mixedkv cache rm" in done.stderr  # their KV
     assert "2 messages so far" in done.stderr
-    subprocess.run(
-        [*MIXEDKV, "cache", "encrypt", "--store", folder / "kv", "--key", f"file:{key}"], check=True
-    )
+    subprocess.run([*MIXEDKV, "cache", "rm", "--all", "--store", folder / "kv"], check=True)
+    chat("And of the dam?\n", "--history", folder, "--key", f"file:{key}")
     done = chat("And of the shed?\n", "--history", folder, "--key", f"file:{key}")
-    assert "4 messages so far" in done.stderr
+    assert "6 messages so far" in done.stderr
     assert "plain text" not in done.stderr
     ((cached, evaluated, where),) = took(done)
     assert (where, cached > evaluated) == (" (from disk)", True)

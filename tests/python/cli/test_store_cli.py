@@ -161,28 +161,3 @@ def test_rekey(tmp_path: Path) -> None:
     wrong = cache("rekey", "--store", folder, "--key", "env:NOT_THERE", "--new-key", new, code=2)
     assert "NOT_THERE is not set" in wrong.stderr
     assert "give the old key" in cache("rekey", "--store", folder, "--new-key", new, code=2).stderr
-
-
-def test_encrypt(tmp_path: Path) -> None:
-    folder, path = tmp_path / "kv", tmp_path / "key"
-    path.write_text(f"{1:064x}")
-    path.chmod(0o600)
-    with KVStore(folder) as store:
-        first = store.put(WHO, make_block(TOKENS))
-        more = make_block(TOKENS[:8], p0=len(TOKENS))
-        store.put(WHO, more, store.find(WHO, TOKENS), session="chat")
-        assert first
-    told = cache("encrypt", "--store", folder, "--key", f"file:{path}").stdout
-    assert told == "2 entries and 0 sessions are encrypted now\n"
-    assert not list(folder.rglob("*.safetensors"))
-    with KVStore(folder, key=key_from_file(path)) as store:
-        match = store.find(WHO, [*TOKENS, *TOKENS[:8]])
-        assert match is not None
-        assert match.n_tokens == len(TOKENS) + 8
-        blocks = store.read(match)
-        assert blocks is not None
-        assert [len(block) for block in blocks] == [len(TOKENS), 8]
-        assert all(entry.encrypted for entry in store.entries())
-    again = cache("encrypt", "--store", folder, "--key", f"file:{path}").stdout
-    assert again == "0 entries and 0 sessions are encrypted now\n"
-    assert "give the key" in cache("encrypt", "--store", folder, code=2).stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mixedkv.store import KVStore, encrypt_plain, key_from_file, rekey
+from mixedkv.store import KVStore, key_from_file, rekey
 from mixedkv.store.encryption import KeyCipher, decrypt
 from mixedkv.store.entry_row import EntryError
 from mixedkv.store.index import Index
@@ -261,44 +261,7 @@ def test_plain_entries_in_a_store_with_a_key_are_named(
     with KVStore(tmp_path) as store:
         store.put(WHO, BLOCK)
     assert not caplog.records
-    for _ in range(2):  # each time, until they are encrypted or removed
+    for _ in range(2):  # each time, until they are removed
         with KVStore(tmp_path, key=lambda: KEY):
-            assert "mixedkv cache encrypt" in caplog.text
+            assert "mixedkv cache rm" in caplog.text
         caplog.clear()
-    assert encrypt_plain(tmp_path, lambda: KEY) == (1, 0)
-    with KVStore(tmp_path, key=lambda: KEY) as store:
-        assert not caplog.records
-        assert store.find(WHO, TOKENS) is not None
-    assert readable(tmp_path) == [False] * 5
-    with pytest.raises(ValueError, match="encrypted with another key"):
-        encrypt_plain(tmp_path, lambda: OTHER_KEY)
-
-
-def test_message_ids_are_kept(tmp_path: Path) -> None:
-    """Of the default tenant, and of those that are named: the store has hashes of their names."""
-    with KVStore(tmp_path) as store:
-        for tenant in ("", "alice", "bob"):
-            who = identity(tenant=tenant)
-            store.put(who, BLOCK)
-            match = stored_match(store, who, TOKENS)
-            store.messages.note(match, [("first", 10), ("second", 90)])
-    assert encrypt_plain(tmp_path, lambda: KEY, ["alice"]) == (3, 0)
-    with KVStore(tmp_path, key=lambda: KEY) as store:
-        for tenant, kept in (("", True), ("alice", True), ("bob", False)):
-            found = [(info.message_id, info.n_tokens) for info in store.messages.entries(tenant)]
-            assert found == ([("second", 90), ("first", 10)] if kept else [])
-        assert store.messages.remove("first", "alice") == 1
-        assert store.find(identity(tenant="alice"), TOKENS) is None
-        assert store.find(identity(), TOKENS) is not None
-
-
-def test_what_branches_off_within_another_entry_is_encrypted_too(tmp_path: Path) -> None:
-    """It ends before that entry does, and was taken for an entry whose beginning is lost."""
-    other = [*TOKENS[:40], *range(80_000, 80_020)]
-    with KVStore(tmp_path) as store:
-        store.put(WHO, BLOCK)
-        store.put(WHO, make_block(other[40:], 40), store.find(WHO, other, max_tokens=40))
-    assert encrypt_plain(tmp_path, lambda: KEY) == (2, 0)
-    with KVStore(tmp_path, key=lambda: KEY) as store:
-        for tokens in (TOKENS, other):
-            assert stored_match(store, WHO, tokens).n_tokens == len(tokens)
