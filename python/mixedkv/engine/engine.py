@@ -29,7 +29,7 @@ from mixedkv.engine.chat.tokenizer import Prompt, Tokenizer
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.kv_connector import KVConnector
 from mixedkv.engine.draft.speculation import Speculation
-from mixedkv.engine.inbox import Deliver, Inbox, Outbox, Turns, deliver_directly
+from mixedkv.engine.inbox import Deliver, Inbox, Outbox, QueueRoom, Turns, deliver_directly
 from mixedkv.engine.jobs.answer_state import Failed
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.prepare import check_model, fit, lend, prepare
@@ -38,7 +38,6 @@ from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.engine.schedule.fair_queue import Limits, unlimited
 from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.schedule.pacing import SLOWDOWN, Pace
-from mixedkv.engine.schedule.queue_room import QueueRoom
 from mixedkv.engine.schedule.request import Request, SpeculationMode
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.engine.stepping import Stepper

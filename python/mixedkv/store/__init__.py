@@ -11,15 +11,17 @@
 
 from mixedkv.store.encryption import key_from_environment, key_from_file
 from mixedkv.store.formats.packed import (
+    block_from_packed,
+    load_packed,
     pack_kv_cache,
     pack_kv_cache_v2,
+    packed_from_block,
+    rotary_of,
     unpack_kv_cache,
     unpack_kv_cache_flat,
     unpack_kv_cache_v2,
 )
-from mixedkv.store.formats.packed_block import block_from_packed, packed_from_block, rotary_of
 from mixedkv.store.identity import Identity
-from mixedkv.store.packed_session import load_packed
 from mixedkv.store.rekey import rekey
 from mixedkv.store.results import Restored, Saved, Share, StoreStats
 from mixedkv.store.store import KVStore
