@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, parse_kv
-from mixedkv.config.row_types import type_name
+from mixedkv.config.mixed import type_name
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import padded
 from mixedkv.model.fit import Beside, ContextPlace, Fit, check_room, compute_bytes, fit, fit_with_gpu

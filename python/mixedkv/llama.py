@@ -15,7 +15,7 @@ import llama_cpp
 
 from mixedkv import _core
 from mixedkv.config import KVSetting, MixedKVConfig
-from mixedkv.config.row_types import ggml_type, type_block
+from mixedkv.config.mixed import ggml_type, type_block
 from mixedkv.context_choice import ContextChoice, choose_context, choose_setting
 from mixedkv.errors import (
     ClosedError,

@@ -29,7 +29,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from mixedkv.cli.values import memory
+from mixedkv.cli.words import memory
 from mixedkv.engine import Engine
 from mixedkv.limits import padded
 from mixedkv.llama import Llama

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import llama_cpp
 from llama_cpp import llama_chat_format
 
-from mixedkv.chat.turn import ChatTurn
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.ids import check_id, check_session_id, check_tenant, new_id
+from mixedkv.limits import INT32_MAX
+from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.start.lone import LoneSequence, PrefixReuse, Source, context_size
 from mixedkv.store import Identity, KVStore, Saved
 
@@ -375,3 +377,89 @@ def _check_sinks(value: int | None, size: int) -> int | None:
     if not 0 <= value <= size // 2:
         raise ValueError(f"attention_sink_tokens={value}: use 0 to {size // 2}, half of the context at most")
     return value
+
+
+if TYPE_CHECKING:
+    from mixedkv.llama import Llama
+
+
+class ChatTurn(_llama_cpp.Completions):
+    """Stands in for the `Llama` while an answer is made: chat formatters, tools, grammars, stop strings and
+    chunks are llama-cpp-python's, and so are all attributes, but what evaluates and samples tokens
+    (`generate`) is here.
+
+    Args:
+        llm: the model.
+        sequence: its sequence 0.
+        exact_only: reuse only what goes on exactly.
+        keep: called when the first token of an answer is out and the cache still ends with the prompt.
+        begin: when the answer was asked for, of time.perf_counter.
+    """
+
+    def __init__(
+        self,
+        llm: Llama,
+        sequence: LoneSequence,
+        exact_only: bool,
+        keep: Callable[[], None],
+        begin: float,
+    ) -> None:
+        super().__init__(llm)
+        self._llm: Llama = llm
+        self._sequence, self._exact_only = sequence, exact_only
+        self._keep = keep
+        self._begin = begin
+        self.reused: PrefixReuse | None = None
+        self.n_prompt = self.n_evaluated = self.n_generated = 0
+        self.seconds_to_first_token = 0.0
+
+    @property
+    def n_tokens_max(self) -> int:
+        """No limit where old tokens make room."""
+        return self._sequence.size if self._sequence.sinks is None else INT32_MAX
+
+    def create_completion(self, prompt: Any, *, max_tokens: int | None = 16, **options: Any) -> Any:
+        if max_tokens is None or max_tokens <= 0:
+            max_tokens = max(self._sequence.size - len(prompt), self._sequence.size // 4)
+        return super().create_completion(prompt, max_tokens=max_tokens, **options)
+
+    def generate(
+        self,
+        tokens: Sequence[int],
+        *,
+        stopping_criteria: Callable[[Any, Any], bool] | None = None,
+        **sampling: Any,
+    ) -> Generator[int, None, None]:
+        """Generate as `llama_cpp.Llama.generate` does, without draft models."""
+        return self._llm.in_turns(self._steps(tokens, stopping_criteria, sampling))
+
+    def _steps(
+        self,
+        tokens: Sequence[int],
+        stopping_criteria: Callable[[Any, Any], bool] | None,
+        sampling: dict[str, Any],
+    ) -> Generator[int, None, None]:
+        llm = self._llm
+        sample = _llama_cpp.sampler(llm, **sampling)
+        self._evaluate(list(tokens))
+        first = True
+        while True:
+            token = sample()
+            if not self.seconds_to_first_token:
+                self.seconds_to_first_token = time.perf_counter() - self._begin
+            if stopping_criteria is not None:
+                n = llm.n_tokens
+                if stopping_criteria(llm.input_ids[:n], llm.scores[:n][-1, :]):
+                    return
+            self.n_generated += not llama_cpp.llama_vocab_is_eog(_llama_cpp.vocab(llm), token)
+            yield token
+            if first:
+                self._keep()
+            first = False
+            self._sequence.eval([token])
+
+    def _evaluate(self, tokens: list[int]) -> None:
+        reused, n_evaluated = self._sequence.prefill(tokens, exact_only=self._exact_only)
+        self.n_evaluated += n_evaluated
+        if self.reused is None:  # a handler may ask for several completions; the first has the prompt
+            self.reused, self.n_prompt = reused, len(tokens)

@@ -14,7 +14,7 @@ from mixedkv.chunks.chunk_reuse import ChunkReuse, Repair
 from mixedkv.chunks.donors import Segment
 from mixedkv.chunks.gate import compare, follow
 from mixedkv.chunks.repair import Method
-from mixedkv.config.row_types import type_bits
+from mixedkv.config.mixed import type_bits
 from mixedkv.llama import Llama
 
 Mask = npt.NDArray[np.bool_]

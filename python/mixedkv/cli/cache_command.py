@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mixedkv.cli.model import quiet
-from mixedkv.cli.values import add, add_switch, duration, gigabytes
+from mixedkv.cli.words import add, add_switch, duration, gigabytes
 from mixedkv.model.named_model import HELP as MODEL_HELP
 from mixedkv.model.named_model import find_model
 from mixedkv.sizes import format_bytes

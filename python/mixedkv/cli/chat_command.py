@@ -25,8 +25,17 @@ from mixedkv.cli.model import (
     quiet,
     sampling_options,
 )
-from mixedkv.cli.values import add, add_n_predict, add_switch, duration, gigabytes
-from mixedkv.cli.words import add_place, flags, one_model, take_words
+from mixedkv.cli.words import (
+    add,
+    add_n_predict,
+    add_place,
+    add_switch,
+    duration,
+    flags,
+    gigabytes,
+    one_model,
+    take_words,
+)
 from mixedkv.config import parse_kv
 from mixedkv.errors import StoppedError
 from mixedkv.llama import Llama

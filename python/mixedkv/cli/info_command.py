@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
-from mixedkv.cli.values import add, add_switch, positive
-from mixedkv.cli.words import add_place, flags, one_model, tokens
+from mixedkv.cli.words import add, add_place, add_switch, flags, one_model, positive, tokens
 from mixedkv.config import PRESETS, parse_kv
 from mixedkv.model.footprint import ModelShape, Sliding, footprint, longest_context, model_shape
 from mixedkv.model.gguf_file import DEFAULT_N_CTX, ModelFile, default_n_ctx, read_model_file, weight_type

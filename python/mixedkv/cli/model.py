@@ -10,19 +10,21 @@ from typing import Any
 
 from llama_cpp.llama_chat_format import chat_formatter_to_chat_completion_handler
 
-from mixedkv.cli.values import (
+from mixedkv.cli.words import (
     add,
     add_switch,
+    add_words,
     between,
+    flags,
     integer,
     layer_count,
     layers,
     memory,
     positive,
     temperature,
+    tokens,
     whole,
 )
-from mixedkv.cli.words import add_words, flags, tokens
 from mixedkv.config.mixed import HELP as KV_HELP
 from mixedkv.engine.sample.sampling import sampling_defaults
 from mixedkv.limits import RANGES

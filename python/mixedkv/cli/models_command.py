@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from mixedkv.model.hub_model import kept_models
-from mixedkv.model.named_model import named_models
+from mixedkv.model.named_model import kept_models, named_models
 from mixedkv.sizes import format_bytes
 
 

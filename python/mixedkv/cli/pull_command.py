@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mixedkv.model.hub_model import PREFIX, hub_model
-from mixedkv.model.named_model import NAMES, find_model, refuse_name
+from mixedkv.model.named_model import NAMES, PREFIX, find_model, hub_model, refuse_name
 from mixedkv.model.packaged_model import PACKAGED
 
 

@@ -18,8 +18,7 @@ from mixedkv.cli.model import (
     quiet,
     sampling_options,
 )
-from mixedkv.cli.values import add, add_n_predict, add_switch
-from mixedkv.cli.words import flags, is_model, take_words
+from mixedkv.cli.words import add, add_n_predict, add_switch, flags, is_model, take_words
 from mixedkv.config import parse_kv
 from mixedkv.kv.stats import KVStats, format_saving
 from mixedkv.llama import Llama

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mixedkv.cli.values import naming_the_extra
-from mixedkv.cli.words import add_options, add_place, add_words, read_options, take_words
+from mixedkv.cli.words import add_options, add_place, add_words, naming_the_extra, read_options, take_words
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,16 +8,17 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from mixedkv.cli.values import (
+from mixedkv.cli.words import (
     add,
     add_n_predict,
+    add_options,
     add_switch,
     naming_the_extra,
     positive,
+    read_options,
     temperature,
     whole,
 )
-from mixedkv.cli.words import add_options, read_options
 from mixedkv.limits import INT32_MAX
 
 if TYPE_CHECKING:

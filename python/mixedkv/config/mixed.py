@@ -1,12 +1,140 @@
-"""The settings of the mixed cache, validated once, and the written form of all settings."""
+"""The settings of the caches, validated once, and their written form."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
 
 from mixedkv import _core
-from mixedkv.config.checks import normalise, options_of
-from mixedkv.config.uniform import UniformKV
+
+_UNIFORM = _core.UNIFORM_DEFAULTS
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UniformKV:
+    """One of llama.cpp's own caches: every token in the same type.
+
+    Args:
+        type_k, type_v: types of K and V, each one of `UNIFORM_TYPES`.
+        attention: "auto" is llama.cpp's own attention, "fused" this package's CPU kernel.
+    """
+
+    type_k: str = _UNIFORM["type_k"]
+    type_v: str = _UNIFORM["type_v"]
+    attention: str = _UNIFORM["attention"]
+
+    def __post_init__(self) -> None:
+        normalise(self, mixed=False)
+
+    def types_of(self, il: int) -> tuple[str, str]:
+        """Return the types of K and V of a layer: the same in all of them."""
+        return self.type_k, self.type_v
+
+    def check_layers(self, n_layer: int) -> None:
+        """Accept any model: a uniform cache fits all."""
+
+    @property
+    def window(self) -> _core.HotWindow:
+        """No token has a row of another type."""
+        return _core.HotWindow()
+
+    @property
+    def needs_flash(self) -> bool:
+        """True where flash attention is needed: llama.cpp reads a quantised V, and this package's kernels
+        their rows, with it only.
+        """
+        return self.attention == "fused" or type_bits(self.type_v) < 16
+
+    def check_context(self, n_ctx: int) -> None:
+        """Accept any context: a uniform cache fits all."""
+
+    def native(self) -> _core.CacheConfig | None:
+        """Return the setting as the native library takes it; None leaves everything to llama.cpp."""
+        return None if self.attention == "auto" else _core.CacheConfig.of(False, options_of(self))
+
+    def __str__(self) -> str:
+        """Return the spec that `parse_kv` reads back."""
+        return _core.format_kv(False, options_of(self))
+
+    @property
+    def full_spec(self) -> str:
+        """The spec, which leaves nothing to defaults."""
+        return str(self)
+
+
+COLD_TYPES = _core.COLD_TYPES
+OWN_TYPES = ("lm4", "tc3")  # that CPUs and CUDA write, and no other GPU
+UNIFORM_TYPES = _core.UNIFORM_TYPES
+
+_TYPES = _core.row_types()
+_NAMES = {ggml_id: name for name, (ggml_id, *_) in _TYPES.items()}
+
+
+def ggml_type(name: str) -> int:
+    """Return the ggml type id of a type name, e.g. 8 for "q8_0"."""
+    return _TYPES[name][0]
+
+
+def type_name(ggml_id: int) -> str:
+    """Return the name of a ggml type id, e.g. "q8_0" for 8, or its digits if no cache has such rows."""
+    return _NAMES.get(ggml_id, str(ggml_id))
+
+
+def type_block(name: str) -> tuple[int, int]:
+    """Return the elements and bytes of a block of a type: 32 and 18 for "q4_0", 1 and 2 for "f16"."""
+    return _TYPES[name][1:]
+
+
+def type_bits(name: str) -> float:
+    """Return the bits per element, scales included: 16 for "f16", 8.5 for "q8_0", 4.5 for "q4_0"."""
+    elements, size = type_block(name)
+    return 8 * size / elements
+
+
+_KINDS = {int: "a whole number", str: "text", bool: "True or False"}
+
+
+def options_of(setting: Any) -> dict[str, Any]:
+    """Return the fields of a setting, a dataclass, that are options of a cache."""
+    return {
+        each.name: getattr(setting, each.name)
+        for each in fields(setting)
+        if each.name != "enable_quantization"
+    }
+
+
+def normalise(setting: Any, *, mixed: bool) -> None:
+    """Bring the fields of a new setting, a dataclass, to their normal form.
+
+    Raises:
+        ValueError: a value is out of range or unknown; the message names the field.
+        TypeError: a value has another type than the field.
+    """
+    for each in fields(setting):
+        value, kind = getattr(setting, each.name), type(each.default)
+        takes = int | float | str if each.name == "budget" else kind
+        if not isinstance(value, takes) or (isinstance(value, bool) and kind is not bool):
+            wanted = "bytes, or text such as '2GiB'" if each.name == "budget" else _KINDS[kind]
+            raise TypeError(f"{each.name}={value!r}: use {wanted}")
+    for name, value in _core.check_kv(mixed, options_of(setting)).items():
+        object.__setattr__(setting, name, value)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return ` (did you mean ...?)` where a known word is like this one, else ""."""
+    alike = {each: _likeness(word.strip("-"), each.strip("-")) for each in known}
+    nearest = max(alike, key=alike.__getitem__)
+    return f" (did you mean {nearest}?)" if alike[nearest] >= 0.75 else ""
+
+
+def _likeness(one: str, other: str) -> float:
+    short, long = sorted((one, other), key=len)
+    if len(short) > 2 and long.startswith(short):
+        return 0.9
+    return difflib.SequenceMatcher(None, one, other).ratio()
+
 
 _DEFAULTS = _core.DEFAULTS
 

@@ -11,8 +11,7 @@ from concurrent.futures import CancelledError
 from typing import Protocol
 
 from mixedkv.engine.chat.chat_template import RenderedChat
-from mixedkv.engine.jobs.answer_state import Done, Event, Failed
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import Done, Event, Failed, Job
 from mixedkv.engine.sample.sampler import TokenLogprob
 from mixedkv.engine.text.answer_reader import Part, ReadAnswer
 

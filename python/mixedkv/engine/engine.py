@@ -30,13 +30,11 @@ from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.kv_connector import KVConnector
 from mixedkv.engine.draft.speculation import Speculation
 from mixedkv.engine.inbox import Deliver, Inbox, Outbox, QueueRoom, Turns, deliver_directly
-from mixedkv.engine.jobs.answer_state import Failed
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import Failed, Job
 from mixedkv.engine.prepare import check_model, fit, lend, prepare
 from mixedkv.engine.sample.sampling import Sampling
-from mixedkv.engine.schedule.contract import StepPlan
+from mixedkv.engine.schedule.contract import Observer, StepPlan
 from mixedkv.engine.schedule.fair_queue import Limits, unlimited
-from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.schedule.pacing import SLOWDOWN, Pace
 from mixedkv.engine.schedule.request import Request, SpeculationMode
 from mixedkv.engine.schedule.scheduler import Scheduler

@@ -10,8 +10,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from mixedkv.engine.jobs.answer_state import Event
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import Event, Job
 from mixedkv.engine.schedule.fair_queue import Limits
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.scheduler import Scheduler

@@ -19,11 +19,9 @@ from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.engine.connect.kv_connector import KVConnector
 from mixedkv.engine.draft.speculation import Speculation
 from mixedkv.engine.inbox import Outbox
-from mixedkv.engine.jobs.answer_state import AnswerState, Delta, Failed
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import AnswerState, Delta, Failed, Job
 from mixedkv.engine.sample.sampler import Sampler, logits_row, logprob_of
-from mixedkv.engine.schedule.contract import Run, StepPlan
-from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.schedule.contract import Observer, Run, StepPlan
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.engine.text.detokenizer import Detokenizer
 from mixedkv.engine.text.thought import Thought

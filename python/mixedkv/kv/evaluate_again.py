@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.config.row_types import type_bits
+from mixedkv.config.mixed import type_bits
 from mixedkv.kv.cache import KVCache
 
 Span: TypeAlias = tuple[int, int]  # positions [begin, end)

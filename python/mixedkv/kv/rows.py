@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv import _core
-from mixedkv.config.row_types import UNIFORM_TYPES, ggml_type, type_block, type_name
+from mixedkv.config.mixed import UNIFORM_TYPES, ggml_type, type_block, type_name
 from mixedkv.limits import INT32_MAX
 
 _SIZE_MAX = 2**20  # heads, head sizes and layers above this are not a model's

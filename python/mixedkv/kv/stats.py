@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from mixedkv.config.row_types import type_name
+from mixedkv.config.mixed import type_name
 from mixedkv.sizes import format_bytes
 
 if TYPE_CHECKING:

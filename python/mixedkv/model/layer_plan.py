@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Literal
 
-from mixedkv.config.row_types import OWN_TYPES, type_bits, type_block
+from mixedkv.config.mixed import OWN_TYPES, type_bits, type_block
 from mixedkv.model.footprint import LayerShape, ModelShape
 
 Part = Literal["k", "v"]

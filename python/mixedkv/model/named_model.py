@@ -3,13 +3,219 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mixedkv.bundled import model_path
-from mixedkv.config.checks import did_you_mean
-from mixedkv.model.hub_model import PREFIX, hub_model, is_hub_name
+from mixedkv.config.mixed import did_you_mean
+from mixedkv.model.encoder import choose_encoder, is_encoder
+from mixedkv.model.fingerprint import sha256_of
 from mixedkv.model.packaged_model import PACKAGED
+
+PREFIX = "hf:"
+_NAME = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<file>[\w./-]+))?", re.ASCII)
+_PART = re.compile(r"(?P<prefix>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_DEFAULT = "Q4_K_M"  # llama.cpp's choice where nothing is said
+_SHOWN = 12  # names in a message
+
+
+@dataclass(frozen=True, slots=True)
+class KeptModel:
+    """A model in the hub's cache: what to give to `-m`, its file, for a split model the first part, and the
+    bytes of all parts.
+    """
+
+    name: str
+    path: Path
+    size: int
+
+
+def is_hub_name(given: str) -> bool:
+    """Return whether a model was given as `hf:...`."""
+    return given.startswith(PREFIX)
+
+
+def hub_model(name: str, *, refresh: bool = False) -> Path:
+    """Return the file of a model on the hub, downloaded where it is not in the cache. What is there under the
+    name of its file or types is taken without asking the hub. With a model its image encoder is downloaded.
+
+    Args:
+        name: `hf:OWNER/REPO`, and after another colon a file of it, or the part of a file's name that tells
+            its types, `Q8_0`. Without, the Q4_K_M file, or the only one.
+        refresh: ask the hub whether there is a newer one.
+
+    Raises:
+        ValueError: the name is none, the package huggingface_hub is not installed, there is no such model, or
+            it can neither be reached nor is it in the cache.
+        OSError: the file cannot be written.
+    """
+    found = _NAME.fullmatch(name)
+    if found is None:
+        raise ValueError(f"model={name!r}: write hf:OWNER/REPO, or hf:OWNER/REPO:FILE")
+    repo = found["repo"]
+    if not refresh and (kept := _kept(repo, found["file"] or "")) is not None:
+        return kept
+    files, trouble = _files(repo)
+    file = choose(files, found["file"] or "", name, trouble)
+    encoder = choose_encoder(files)
+    paths = [_download(repo, part, name) for part in (*_parts(file, files), *([encoder] if encoder else ()))]
+    return paths[0]
+
+
+def choose(files: Sequence[str], wanted: str, name: str, trouble: str = "") -> str:
+    """Return the GGUF file of a repository that was meant; of a split model the first part.
+
+    Args:
+        trouble: why these are the files in the cache, and not those of the hub.
+
+    Raises:
+        ValueError: there is none, or there are several.
+    """
+    models = [file for file in files if _is_model(file)]
+    found = _meant(models, wanted)
+    if not found and not wanted and len(models) == 1:
+        found = models
+    if len(found) == 1:
+        return found[0]
+    shown = ", ".join(sorted(found or models)[:_SHOWN])
+    if trouble:
+        raise ValueError(f"model={name!r}: {trouble}, and it is not in the cache")
+    if not models:
+        raise ValueError(f"model={name!r}: there is no GGUF file in it")
+    base = PREFIX + name.removeprefix(PREFIX).partition(":")[0]
+    raise ValueError(f"model={name!r}: name one of its files as {base}:FILE: {shown}")
+
+
+def _meant(models: Sequence[str], wanted: str) -> list[str]:
+    if wanted.endswith(".gguf"):
+        return [file for file in models if wanted in (file, Path(file).name)]
+    tag = re.compile(rf"(^|[-._/]){re.escape(wanted or _DEFAULT)}([-._]|$)", re.IGNORECASE)
+    return [file for file in models if tag.search(file.removesuffix(".gguf"))]
+
+
+def _kept(repo: str, wanted: str) -> Path | None:
+    """Return the file in the cache, if one alone was meant."""
+    before = f"{PREFIX}{repo}:"
+    kept = {
+        each.name.removeprefix(before): each.path for each in kept_models() if each.name.startswith(before)
+    }
+    found = _meant(list(kept), wanted)
+    return kept[found[0]] if len(found) == 1 else None
+
+
+def kept_models() -> list[KeptModel]:
+    """Return the models in the hub's cache, by name; none where huggingface_hub is not installed."""
+    try:
+        from huggingface_hub import scan_cache_dir
+        from huggingface_hub.errors import CacheNotFound
+    except ModuleNotFoundError:
+        return []
+    try:
+        repos = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    found: dict[str, KeptModel] = {}
+    for repo in repos:
+        for revision in sorted(repo.revisions, key=lambda each: each.last_modified):
+            sizes = {
+                each.file_path.relative_to(revision.snapshot_path).as_posix(): each.size_on_disk
+                for each in revision.files
+            }
+            for file in filter(_is_model, sizes):
+                parts = _parts(file, list(sizes))
+                if all(part in sizes for part in parts):
+                    name = f"{PREFIX}{repo.repo_id}:{file}"
+                    size = sum(sizes[part] for part in parts)
+                    found[name] = KeptModel(name, revision.snapshot_path / file, size)
+    return [found[name] for name in sorted(found)]
+
+
+def _is_model(file: str) -> bool:
+    """Return whether it is a GGUF model, or its first part; encoders of images are none."""
+    part = _PART.fullmatch(file)
+    is_first = part is None or int(part["no"]) == 1
+    return file.endswith(".gguf") and is_first and not is_encoder(file)
+
+
+def _parts(file: str, files: Sequence[str]) -> list[str]:
+    if (part := _PART.fullmatch(file)) is None:
+        return [file]
+    return [
+        f"{part['prefix']}-{number:05}-of-{part['count']}.gguf" for number in range(1, int(part["count"]) + 1)
+    ]
+
+
+def _files(repo: str) -> tuple[list[str], str]:
+    """Return the names of a repository's files. Where the hub does not answer: of those in the cache, and
+    why.
+    """
+    hub = _hub()
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        return list(hub.HfApi().list_repo_files(repo)), ""
+    except GatedRepoError:
+        raise ValueError(
+            f"model='hf:{repo}': accept its terms on the hub's page, and set HF_TOKEN to a token of yours"
+        ) from None
+    except RepositoryNotFoundError:
+        raise ValueError(f"model='hf:{repo}': there is none, or it is private: set HF_TOKEN") from None
+    except Exception as error:  # of the network: each version of the library has others
+        before = f"{PREFIX}{repo}:"
+        kept = [each.name.removeprefix(before) for each in kept_models() if each.name.startswith(before)]
+        return kept, f"the hub does not answer ({_short(error)})"
+
+
+def _download(repo: str, file: str, name: str) -> Path:
+    hub = _hub()
+    kept = hub.try_to_load_from_cache(repo, file)
+    if not sys.stderr.isatty():
+        hub.utils.disable_progress_bars()
+    try:
+        path = Path(hub.hf_hub_download(repo, file))
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(f"model={name!r}: {file} cannot be downloaded: {_short(error)}") from None
+    if not isinstance(kept, str) or Path(kept).resolve() != path.resolve():
+        _check(path, file, name)
+    return path
+
+
+def _check(path: Path, file: str, name: str) -> None:
+    """Check a downloaded file: the cache names a large one by the SHA-256 that the hub says it has.
+
+    Raises:
+        ValueError: it has another one; it is removed.
+    """
+    blob = path.resolve()
+    if not _SHA256.fullmatch(blob.name):
+        return
+    if sha256_of(blob) != blob.name:
+        path.unlink()
+        blob.unlink(missing_ok=True)
+        raise ValueError(f"model={name!r}: {file} came damaged (its SHA-256 is another): download it again")
+
+
+def _hub() -> Any:
+    try:
+        import huggingface_hub
+        import huggingface_hub.utils
+    except ModuleNotFoundError:
+        raise ValueError(
+            "models of the hub need huggingface_hub, which is not installed: pip install 'mixedkv[hub]'"
+        ) from None
+    return huggingface_hub
+
+
+def _short(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200]
+
 
 _F16 = ":f16"
 NAMES = (*PACKAGED, *(name + _F16 for name in PACKAGED))

@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from mixedkv import __version__
-from mixedkv.config.checks import did_you_mean
+from mixedkv.config.mixed import did_you_mean
 from mixedkv.doors.keys import Keys
 from mixedkv.doors.settings import in_words
 from mixedkv.server.api import (

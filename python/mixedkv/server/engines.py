@@ -40,8 +40,7 @@ from mixedkv.model.fit import Beside
 from mixedkv.model.footprint import Sliding
 from mixedkv.model.gguf_file import ModelFile, default_n_ctx, n_mtp_layers, read_model_file
 from mixedkv.native import llama_cpp as _llama_cpp
-from mixedkv.server.described import capabilities, chat_format
-from mixedkv.server.models import ServedModel
+from mixedkv.server.models import ServedModel, capabilities, chat_format
 from mixedkv.server.settings import ServerSettings, parse_reuse
 from mixedkv.server.state import ServerState
 from mixedkv.sizes import GB, format_bytes

@@ -27,7 +27,7 @@ from mixedkv.errors import ClosedError
 
 if TYPE_CHECKING:
     from mixedkv.engine.engine import Engine
-    from mixedkv.start.sequence import Sequence as Held
+    from mixedkv.start.sequences import Sequence as Held
 
 log = logging.getLogger("mixedkv.server")
 

@@ -12,8 +12,7 @@ from starlette.requests import Request
 
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.inbox import deliver_directly
-from mixedkv.engine.jobs.answer_state import Delta, Done, Event, Failed
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import Delta, Done, Event, Failed, Job
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
 from mixedkv.server.api_error import from_engine, timed_out
 

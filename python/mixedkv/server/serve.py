@@ -21,10 +21,16 @@ from mixedkv.model.gguf_file import read_model_file
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.server import logs
 from mixedkv.server.app import make_app
-from mixedkv.server.described import Described, description
 from mixedkv.server.engines import open_engines
 from mixedkv.server.http_server import HTTPServer, Served, listen, url
-from mixedkv.server.models import check_adapters, check_files, check_keeps, served_models
+from mixedkv.server.models import (
+    Described,
+    check_adapters,
+    check_files,
+    check_keeps,
+    description,
+    served_models,
+)
 from mixedkv.server.pending import Delivery
 from mixedkv.server.pools import Pools
 from mixedkv.server.router.router import Router, make_router_app

@@ -22,8 +22,8 @@ from mixedkv.engine.engine import Engine
 from mixedkv.errors import ClosedError, QueueFullError
 from mixedkv.images.projector import Projector
 from mixedkv.server.api_error import ApiError, bad_request, from_engine, no_key
-from mixedkv.server.described import Described
 from mixedkv.server.http.middleware import DEADLINE, TENANT
+from mixedkv.server.models import Described
 from mixedkv.server.pending import Delivery
 from mixedkv.server.pools import LARGE, Pools
 from mixedkv.server.watchdog import Watchdog

@@ -15,7 +15,7 @@ import grpc
 from mixedkv.doors.keys import Keys
 from mixedkv.engine.batch.vector_job import VectorJob
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.jobs.answer_state import Event, Failed
+from mixedkv.engine.jobs.job import Event, Failed
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError, RowsGoneError
 from mixedkv.kv.fetched import Fetched
 from mixedkv.split import split_pb2 as pb

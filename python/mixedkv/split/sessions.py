@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from mixedkv.engine.connect.stored_rows import SequenceRows, StoredRows
+from mixedkv.engine.connect.store_connector import SequenceRows, StoredRows
 from mixedkv.engine.engine import Engine
 from mixedkv.errors import RowsGoneError
 from mixedkv.split.session_key import Unwrapper
-from mixedkv.start.sequence import Sequence
+from mixedkv.start.sequences import Sequence
 from mixedkv.store import Identity, KVStore, Share
 
 

@@ -21,8 +21,8 @@ from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.prompts.overflow import Gap, LongPrompt, Places, cut, message_starts
 from mixedkv.start.checkpoints import CheckpointLimits
-from mixedkv.start.sequence import Sequence as Rows
 from mixedkv.start.sequences import NO_MATCH, SequenceMatch, SequencePool, is_better
+from mixedkv.start.sequences import Sequence as Rows
 from mixedkv.store import Identity, KVStore
 from mixedkv.store.results import Match
 from mixedkv.tokens import Tokens, common_prefix

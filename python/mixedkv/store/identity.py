@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 from mixedkv import _core
 from mixedkv.config import KVSetting, parse_kv
-from mixedkv.config.row_types import COLD_TYPES
+from mixedkv.config.mixed import COLD_TYPES
 from mixedkv.ids import check_tenant
 from mixedkv.kv.row_source import RowSource
 from mixedkv.model.fingerprint import FileKey, adapter_fingerprint, fingerprint, model_header, model_parts

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv import _core
-from mixedkv.config.row_types import ggml_type
+from mixedkv.config.mixed import ggml_type
 from mixedkv.kv.stats import LayerStats
 from mixedkv.limits import padded
 from mixedkv.native.batch import NativeBatch, decode

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mixedkv import MixedKVConfig, UniformKV, _core
 from mixedkv.config import KVSetting, parse_kv
-from mixedkv.config.row_types import COLD_TYPES, UNIFORM_TYPES, ggml_type, type_bits, type_name
+from mixedkv.config.mixed import COLD_TYPES, UNIFORM_TYPES, ggml_type, type_bits, type_name
 from mixedkv.model.settle import join_layers
 
 pytestmark = pytest.mark.core

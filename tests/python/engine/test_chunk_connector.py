@@ -13,8 +13,7 @@ from mixedkv.bundled.corpus import make_recall
 from mixedkv.chunks.stitch import PassageRows
 from mixedkv.engine import ChunkConnector, PromptCache
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.jobs.answer_state import Done
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import Done, Job
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.store import KVStore
 from mixedkv_bench.harness.reuse_cases import Case, CaseMaker

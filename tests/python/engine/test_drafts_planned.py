@@ -9,9 +9,8 @@ import pytest
 
 from mixedkv.config import parse_kv
 from mixedkv.engine.draft.speculation import Speculation, StepTime
-from mixedkv.engine.jobs.drafter import Drafter
-from mixedkv.engine.schedule.contract import Run, StepPlan
-from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.jobs.job import Drafter
+from mixedkv.engine.schedule.contract import Observer, Run, StepPlan
 from mixedkv.prompts.prompt_lookup import PromptLookup
 
 

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from mixedkv.engine.embed.embedder import Embedder
-from mixedkv.engine.schedule.contract import StepPlan
+from mixedkv.engine.schedule.contract import Observer, StepPlan
 from mixedkv.engine.schedule.fair_queue import Limits, TenantLimits, unlimited
-from mixedkv.engine.schedule.observer import Observer
 from mixedkv.errors import QueueFullError
 
 N_EMBD = 2

@@ -12,7 +12,7 @@ import pytest
 
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine.constrain.constraint_text import Constraint
-from mixedkv.engine.jobs.answer_state import Delta, Failed
+from mixedkv.engine.jobs.job import Delta, Failed
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.pacing import Pace
 from mixedkv.errors import ClosedError, EngineError, QueueFullError

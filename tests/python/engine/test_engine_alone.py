@@ -18,8 +18,7 @@ from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import Recall, make_recall
 from mixedkv.engine import Engine, StoreConnector
 from mixedkv.engine.inbox import Inbox, deliver_directly
-from mixedkv.engine.jobs.answer_state import Delta, Event
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import Delta, Event, Job
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.store import KVStore

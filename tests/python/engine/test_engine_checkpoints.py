@@ -13,7 +13,7 @@ from mixedkv._core import HotWindow
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.engine import StoreConnector
-from mixedkv.engine.connect.stored_rows import StoredRows
+from mixedkv.engine.connect.store_connector import StoredRows
 from mixedkv.start.checkpoints import CheckpointLimits, places
 from mixedkv.store import KVStore
 from support.harness import prompt

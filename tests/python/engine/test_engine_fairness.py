@@ -11,8 +11,8 @@ import pytest
 
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.schedule.contract import Observer
 from mixedkv.engine.schedule.fair_queue import TenantLimits
-from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.errors import QueueFullError
 from support.patience import wait_for

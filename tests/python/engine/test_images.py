@@ -16,8 +16,7 @@ from mixedkv.engine import Chat
 from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.jobs.answer_state import Done
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import Done, Job
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ContextLengthError, UnsupportedModelError

@@ -21,7 +21,7 @@ from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ContextLengthError
 from mixedkv.llama import Llama
 from mixedkv.prompts.overflow import NOWHERE, Gap, LongPrompt, budget, cut, head_of
-from mixedkv.start.sequence import Sequence
+from mixedkv.start.sequences import Sequence
 from mixedkv.store import KVStore
 from support.harness import prompt
 from support.patience import PATIENCE, wait_for

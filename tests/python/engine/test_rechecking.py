@@ -12,7 +12,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.engine import Engine
 from mixedkv.engine.connect.store_connector import StoreConnector
-from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.schedule.contract import Observer
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import Identity, KVStore
 from support.conversation_support import open_llama

@@ -12,7 +12,7 @@ import pytest
 
 from mixedkv.engine.chat.chat_template import ChatRenderer, RenderedChat, ToolChoice
 from mixedkv.engine.constrain.constraint import ConstraintCompiler, Matcher
-from mixedkv.engine.jobs.answer_state import CallTrigger
+from mixedkv.engine.jobs.job import CallTrigger
 from mixedkv.engine.stepping import follow
 from mixedkv.engine.text.answer_reader import ReadAnswer
 from mixedkv.engine.text.thought import Thought

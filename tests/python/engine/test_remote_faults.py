@@ -18,7 +18,7 @@ import pytest
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.jobs.job import Job
-from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.schedule.contract import Observer
 from mixedkv.store import KVStore
 from support.patience import wait_for
 from support.remote_servers import Line, free_port, redis_server

@@ -15,8 +15,7 @@ from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.rows import APPROXIMATE, COMPUTED, Truth
 from mixedkv.prompts.overflow import Gap, LongPrompt
 from mixedkv.start.checkpoints import CheckpointLimits
-from mixedkv.start.sequence import Sequence
-from mixedkv.start.sequences import NO_MATCH, SequenceMatch, SequencePool
+from mixedkv.start.sequences import NO_MATCH, Sequence, SequenceMatch, SequencePool
 
 pytestmark = pytest.mark.core
 

@@ -16,9 +16,7 @@ from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine import Answer, Engine
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.draft.speculation import StepTime
-from mixedkv.engine.jobs.answer_state import Done
-from mixedkv.engine.jobs.drafter import Drafter
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import Done, Drafter, Job
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.text.thought import ThoughtTags

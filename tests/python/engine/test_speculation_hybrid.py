@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mixedkv.engine.draft.speculation import StepTime
-from mixedkv.engine.jobs.drafter import Drafter
+from mixedkv.engine.jobs.job import Drafter
 from support.served_models import Answered, Served, questions
 
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take

@@ -7,7 +7,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from mixedkv.config.row_types import COLD_TYPES, OWN_TYPES
+from mixedkv.config.mixed import COLD_TYPES, OWN_TYPES
 from support.harness import Mixed, Uniform, prompt, rel_rms
 
 pytestmark = pytest.mark.core

@@ -13,7 +13,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from mixedkv.config.row_types import OWN_TYPES
+from mixedkv.config.mixed import OWN_TYPES
 from mixedkv.errors import UnsupportedModelError
 from support import zoo
 from support.harness import Ctx, InitError, Mixed, Model, prompt, rel_rms

@@ -13,7 +13,7 @@ import pytest
 from mixedkv import Llama, MixedKVConfig, UniformKV
 from mixedkv.bundled import model_path
 from mixedkv.config import KVSetting, parse_kv
-from mixedkv.config.row_types import type_bits
+from mixedkv.config.mixed import type_bits
 from mixedkv.model.footprint import LayerShape, ModelShape, Sliding, footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.layer_plan import FINEST, LADDER, MEASURED, LayerPlan

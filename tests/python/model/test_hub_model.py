@@ -12,7 +12,7 @@ import pytest
 from mixedkv.bundled import model_path
 from mixedkv.model.encoder import encoder_beside
 from mixedkv.model.gguf_file import read_model_file
-from mixedkv.model.hub_model import choose, hub_model
+from mixedkv.model.named_model import choose, hub_model
 from support.image_support import png
 from support.local_hub import LocalHub, local_hub
 from support.patience import PATIENCE

@@ -26,8 +26,7 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
-from mixedkv.engine.schedule.contract import StepPlan
-from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.schedule.contract import Observer, StepPlan
 from mixedkv.errors import EngineError
 from mixedkv.model.gguf_file import read_model_file
 from support.patience import PATIENCE, wait_for

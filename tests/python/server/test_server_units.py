@@ -15,8 +15,7 @@ import pytest
 
 from mixedkv.chunks.passages import parse_chunks
 from mixedkv.doors.keys import Keys
-from mixedkv.engine.jobs.answer_state import Delta, Done
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.engine.schedule.fair_queue import TenantLimits
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError

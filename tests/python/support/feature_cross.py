@@ -19,8 +19,7 @@ from mixedkv.engine import ChunkConnector, Engine, StoreConnector
 from mixedkv.engine.batch.vector_job import VectorJob
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
-from mixedkv.engine.jobs.drafter import Drafter
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import Drafter, Job
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.request import Request
 from mixedkv.images.projector import Projector

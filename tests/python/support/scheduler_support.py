@@ -6,9 +6,8 @@ from collections import Counter
 from typing import Any
 
 from mixedkv.config.cut_rule import CutRule
-from mixedkv.engine.schedule.contract import Run, StepPlan
+from mixedkv.engine.schedule.contract import Observer, Run, StepPlan
 from mixedkv.engine.schedule.fair_queue import Limits, unlimited
-from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.schedule.pacing import Pace
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request

@@ -22,8 +22,7 @@ from typing import Any
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.jobs.answer_state import Done, Failed
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import Done, Failed, Job
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.request import Request
 from support.hidden import hidden

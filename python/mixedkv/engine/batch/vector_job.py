@@ -10,14 +10,13 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.engine.jobs.answer_state import Event
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import Event, Job
 from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import EngineError, RowsGoneError
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
-from mixedkv.start.sequence import Sequence
+from mixedkv.start.sequences import Sequence
 
 Vectors = npt.NDArray[np.float32]
 

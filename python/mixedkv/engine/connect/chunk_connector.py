@@ -21,8 +21,7 @@ from mixedkv.engine.connect.kv_connector import ConnectedEngine
 from mixedkv.engine.connect.store_connector import Offer, StoreConnector
 from mixedkv.engine.jobs.job import Job
 from mixedkv.errors import ClosedError
-from mixedkv.start.sequence import Sequence
-from mixedkv.start.sequences import NO_MATCH
+from mixedkv.start.sequences import NO_MATCH, Sequence
 from mixedkv.store import KVStore
 
 log = logging.getLogger("mixedkv.engine")

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from mixedkv.engine.jobs.job import Job
-from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.schedule.contract import Observer
 from mixedkv.llama import Llama
 from mixedkv.start.sequences import SequencePool
 

@@ -19,10 +19,8 @@ from dataclasses import dataclass
 from mixedkv import _core
 from mixedkv.engine.draft.draft_model import DraftModel
 from mixedkv.engine.draft.mtp_head import MtpHead
-from mixedkv.engine.jobs.drafter import Drafter
-from mixedkv.engine.jobs.job import Job
-from mixedkv.engine.schedule.contract import Run, StepPlan
-from mixedkv.engine.schedule.observer import Observer
+from mixedkv.engine.jobs.job import Drafter, Job
+from mixedkv.engine.schedule.contract import Observer, Run, StepPlan
 from mixedkv.engine.schedule.request import SpeculationMode
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp

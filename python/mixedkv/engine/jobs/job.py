@@ -3,12 +3,222 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import ClassVar
 
-from mixedkv.engine.jobs.answer_state import AnswerState, Done, Event
+from mixedkv.engine.constrain.constraint import Matcher
+from mixedkv.engine.sample.sampler import PromptLogprobs, Sampler, TokenLogprob
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request
-from mixedkv.start.sequence import Sequence
+from mixedkv.engine.text.detokenizer import TextStream
+from mixedkv.engine.text.thought import Thought
+from mixedkv.prompts.prompt_lookup import PromptLookup
+from mixedkv.start.sequences import Sequence
+
+_FIRST = 0.5  # how often a guess is taken to be right before it is measured
+_LEARN = 0.15  # weight of the latest guess in the average
+_FORGET = 0.01
+_MOST = 0.98
+
+
+class _Rate:
+    """Estimates how often recent guesses of one kind were right."""
+
+    def __init__(self, value: float = _FIRST) -> None:
+        self.value = value
+
+    def learn(self, right: bool) -> None:
+        self.value += _LEARN * (right * _MOST - self.value)
+
+    def forget(self) -> None:
+        """Move the estimate towards its first value, so that drafting is tried again after many tokens."""
+        self.value = max(self.value, min(_FIRST, self.value + _FORGET))
+
+
+class Drafter:
+    """Drafts the tokens of one answer: those that its constraint forces, else those that followed when the
+    last tokens occurred before.
+
+    It guesses at every token, whether drafts are evaluated or not, so it knows how good they would be. The
+    guesses of a draft model take time, so only those that were tried are known.
+
+    Args:
+        prompt: tokens in which repetitions are looked up.
+        prediction: tokens that the answer may contain, looked up as well.
+        by_model: a draft model or MTP layer drafts as well.
+    """
+
+    def __init__(self, prompt: Iterable[int], prediction: Iterable[int] = (), by_model: bool = False) -> None:
+        self._lookup, self.by_model = PromptLookup(prompt, prediction), by_model
+        self._rates = {"lookup": _Rate(), "certain": _Rate(_MOST), "model": _Rate()}
+        self._guesses: dict[str, int] = {}
+        self._modelled: list[int] = []  # what the draft model said comes next
+        self.n_drafted = self.n_accepted = 0
+
+    def copy(self) -> Drafter:
+        """Return a drafter for another answer to the same prompt, as it stands before its first token."""
+        other = Drafter((), by_model=self.by_model)
+        other._lookup = self._lookup.copy()
+        return other
+
+    def draft(self, most: int, certain: Seq[int] = ()) -> tuple[list[int], float]:
+        """Return up to `most` tokens, and how likely each is to come if those before it do.
+
+        Args:
+            certain: tokens of the text that the constraint forces; the model may tokenize it differently.
+        """
+        drafts = {"certain": list(certain[:most]), "lookup": self._lookup.draft(most)}
+        self._guesses = {kind: tokens[0] for kind, tokens in drafts.items() if tokens}
+        kind = "certain" if certain else "lookup"
+        return drafts[kind], self._rates[kind].value
+
+    @property
+    def model_rate(self) -> float:
+        """Estimated probability that a draft of the draft model is right; 0 if there is no draft model."""
+        return self._rates["model"].value if self.by_model else 0.0
+
+    def modelled(self, drafts: Seq[int]) -> None:
+        """Note the drafts that the draft model made. No draft, as it was not sure, counts as a wrong one."""
+        self._modelled = list(drafts)
+        if not drafts:
+            self._rates["model"].learn(False)
+
+    def take(self, token: int) -> None:
+        """Note the answer's next token."""
+        if self._modelled:
+            right = self._modelled.pop(0) == token
+            self._rates["model"].learn(right)
+            if not right:
+                self._modelled = []
+        else:
+            self._rates["model"].forget()
+        for kind, guess in self._guesses.items():
+            self._rates[kind].learn(guess == token)
+        self._lookup.add(token)
+        self._guesses = {"lookup": drafts[0]} if (drafts := self._lookup.draft(1)) else {}
+
+
+class AnswerState:
+    """One answer to a request.
+
+    Args:
+        sampler: chooses tokens; None if the job generates none.
+        thought: follows the answer of a model that thinks.
+        trigger: follows an answer that may call a tool, and constrains the call.
+        drafter: guesses what comes next, so that several tokens can be evaluated in a step.
+        prompt_logprobs: gathers the log probabilities of the prompt.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        sampler: Sampler | None = None,
+        *,
+        thought: Thought | None = None,
+        trigger: CallTrigger | None = None,
+        drafter: Drafter | None = None,
+        prompt_logprobs: PromptLogprobs | None = None,
+    ) -> None:
+        self.request, self.sampler = request, sampler
+        self.thought, self.trigger, self.drafter = thought, trigger, drafter
+        self.prompt_logprobs = prompt_logprobs
+        self.shown, self.stop_tokens = frozenset(request.shown), frozenset(request.stop_tokens)
+        self.text = TextStream(request.stop)
+        self._pieces: list[str] = []
+        self._logprobs: list[tuple[int, TokenLogprob]] = []  # with the character where the token starts
+
+    def add(self, piece: bytes, logprob: TokenLogprob | None) -> Delta | None:
+        """Add a token's text; return what can be delivered now, if anything."""
+        start = self.text.n_seen
+        released = self.text.feed(piece)
+        if logprob is not None:
+            self._logprobs.append((start, logprob))
+        if not self.request.stream:
+            self._pieces.append(released)
+            return None
+        return Delta(released, self._certain_logprobs()) if released else None
+
+    def end_by(self, logprob: TokenLogprob) -> None:
+        """Note the token that ends the answer, which has no text. Who scores a prompt counts on it."""
+        self._logprobs.append((self.text.n_seen, logprob))
+
+    def finish(self, reason: str) -> Done:
+        """End the answer; return what was not delivered yet."""
+        rest = self.text.finish()
+        if self.text.stopped:
+            self._logprobs = [entry for entry in self._logprobs if entry[0] < self.text.n_released]
+        return Done(reason, "".join([*self._pieces, rest]), tuple(each for _, each in self._logprobs))
+
+    def _certain_logprobs(self) -> tuple[TokenLogprob, ...]:
+        certain = tuple(each for start, each in self._logprobs if start < self.text.n_released)
+        del self._logprobs[: len(certain)]
+        return certain
+
+
+class CallTrigger:
+    """Follows one answer token by token, up to its first call.
+
+    Args:
+        words: each of them begins a call.
+        matcher: matcher of calls from that word on, used by this answer alone.
+    """
+
+    def __init__(self, words: Seq[str], matcher: Matcher) -> None:
+        self._words = tuple(word.encode("utf-8") for word in words)
+        self._keep = max(map(len, self._words))
+        self._matcher: Matcher | None = matcher
+        self._text = b""
+
+    def take(self, piece: bytes) -> Matcher | None:
+        """Add the text of the answer's next token. If a call begins in it, return the matcher for the text
+        that follows.
+
+        If the rest of the token does not match any known call, the answer stays unconstrained.
+        """
+        if self._matcher is None:
+            return None
+        self._text += piece
+        begin = min((at for word in self._words if (at := self._text.find(word)) >= 0), default=-1)
+        if begin < 0:
+            self._text = self._text[-self._keep :]
+            return None
+        matcher, self._matcher = self._matcher, None
+        return matcher if matcher.follow(self._text[begin:]) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The next piece of an answer's text, and the tokens that end in it."""
+
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    last: ClassVar = False
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The end of an answer, with the text that was not delivered yet.
+
+    `reason` is OpenAI's finish_reason: "stop", or "length" when max_tokens or the context is used up.
+    """
+
+    reason: str
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    last: ClassVar = True
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The answer cannot be finished."""
+
+    error: Exception
+
+
+Event = Delta | Done | Failed
+
 
 _LATEST = 64  # last tokens of the prompt, which penalties look at
 

@@ -13,8 +13,7 @@ import numpy.typing as npt
 from mixedkv.engine.schedule.request import Request
 from mixedkv.images.picture import Picture, place
 from mixedkv.prompts.overflow import Gap, LongPrompt, without
-from mixedkv.start.sequence import Sequence
-from mixedkv.start.sequences import Reuse
+from mixedkv.start.sequences import Reuse, Sequence
 from mixedkv.tokens import Tokens
 
 

@@ -8,13 +8,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Generic
 
-from mixedkv.engine.schedule.contract import P, Run, StepPlan
+from mixedkv.engine.schedule.contract import Observer, P, Run, StepPlan
 from mixedkv.engine.schedule.fair_queue import FairQueue, Limits, Service, unlimited
-from mixedkv.engine.schedule.observer import Observer
 from mixedkv.engine.schedule.pacing import Pace, share
 from mixedkv.start.checkpoints import places
-from mixedkv.start.sequence import Sequence
-from mixedkv.start.sequences import NO_MATCH, SequenceMatch, SequencePool, is_better
+from mixedkv.start.sequences import NO_MATCH, Sequence, SequenceMatch, SequencePool, is_better
 from mixedkv.tokens import common_prefix
 
 log = logging.getLogger("mixedkv.engine")

@@ -9,8 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mixedkv.engine.chat.chat_template import RenderedChat
-from mixedkv.engine.jobs.answer_state import Delta, Done
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.server.api.chat_jobs import chat_jobs
 from mixedkv.server.api.generation import OpenAIAnswer, usage
 from mixedkv.server.api.growing import Turn, check_version, respond_with

@@ -11,8 +11,7 @@ from starlette.types import Message as Sent
 from starlette.types import Receive, Scope, Send
 
 from mixedkv.engine.chat.chat_template import RenderedChat
-from mixedkv.engine.jobs.answer_state import Delta, Done
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.server.api.chat_jobs import message_of
 from mixedkv.server.api.rendering import template_message
 from mixedkv.server.api.schemas import ChatRequest, CompletionRequest, GenerationFields, Message

@@ -18,7 +18,7 @@ from mixedkv.doors.keys import MetricsKey
 from mixedkv.errors import ModelChangedError
 from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.server.api_error import ApiError, from_engine
-from mixedkv.server.described import Described
+from mixedkv.server.models import Described
 from mixedkv.server.snapshot import of_tenant, snapshot
 from mixedkv.server.state import ServerState, in_thread, model_of, server_state, tenant
 from mixedkv.store.results import MessageInfo

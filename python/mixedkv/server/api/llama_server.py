@@ -13,8 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from mixedkv import __version__
 from mixedkv.engine.constrain.constraint_text import Constraint
-from mixedkv.engine.jobs.answer_state import Delta, Done
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.limits import INT32_MAX
 from mixedkv.server.api.generation import constraint_of, make_jobs, prompt_progress, slides
 from mixedkv.server.api.logprobs import chat_logprobs, prompt_logprobs

@@ -10,8 +10,7 @@ from pydantic import Field, model_validator
 from starlette.responses import JSONResponse, Response
 
 from mixedkv.engine.chat.chat_template import RenderedChat
-from mixedkv.engine.jobs.answer_state import Delta, Done
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.engine.text.answer_reader import Part
 from mixedkv.errors import ContextLengthError
 from mixedkv.ids import new_id

@@ -18,8 +18,7 @@ from starlette.responses import JSONResponse, Response
 from mixedkv import __version__
 from mixedkv.engine.chat.chat_template import RenderedChat
 from mixedkv.engine.embed.embedder import Embedder
-from mixedkv.engine.jobs.answer_state import Delta, Done
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.limits import INT32_MAX, RANGES
 from mixedkv.model.fingerprint import fingerprint
 from mixedkv.server.api.chat_jobs import translated, translated_jobs
@@ -29,7 +28,6 @@ from mixedkv.server.api.logprobs import chat_logprobs
 from mixedkv.server.api.schemas import AnyChoice, CompletionRequest, EmbeddingRequest, Tool
 from mixedkv.server.api.sse import NDJSON, SentAnswer, json_line, respond
 from mixedkv.server.api_error import ApiError, bad_request
-from mixedkv.server.described import Described
 from mixedkv.server.fields import (
     FLAG,
     LIST,
@@ -54,6 +52,7 @@ from mixedkv.server.fields import (
     one_of,
 )
 from mixedkv.server.http.json_body import PlainJSONRoute
+from mixedkv.server.models import Described
 from mixedkv.server.settings import parse_keep_alive
 from mixedkv.server.state import ServerState, in_thread, model_of, read_prompt, server_state, tenant
 

@@ -14,8 +14,7 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mixedkv.engine.jobs.answer_state import Delta, Done
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.pending import OnEvent, PendingRequest, disconnected, or_disconnect
 from mixedkv.server.state import ServerState, json_answer, time_left

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mixedkv.errors import ClosedError, QueueFullError
-from mixedkv.server.described import Described
+from mixedkv.server.models import Described
 from mixedkv.server.router.model_process import ModelLoadError, ModelProcess
 
 log = logging.getLogger("mixedkv.server")

@@ -36,11 +36,17 @@ from mixedkv.server.api.info import check_metrics_key
 from mixedkv.server.api.ollama import OllamaChat, OllamaGenerate, named_model, without_answer
 from mixedkv.server.api_error import ApiError, from_engine
 from mixedkv.server.app import App, all_routes, dress, include_endpoints
-from mixedkv.server.described import description
 from mixedkv.server.fields import Model, Name
 from mixedkv.server.http.json_body import BodyParser, SaidOnce, parse
 from mixedkv.server.http.middleware import without
-from mixedkv.server.models import ServedModel, check_adapters, check_files, check_keeps, served_models
+from mixedkv.server.models import (
+    ServedModel,
+    check_adapters,
+    check_files,
+    check_keeps,
+    description,
+    served_models,
+)
 from mixedkv.server.pending import Disconnected, or_disconnect
 from mixedkv.server.pools import LARGE
 from mixedkv.server.router.model_process import (
