@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 
 from mixedkv.doors.keys import Keys
 from mixedkv.errors import ClosedError
-from mixedkv.ray.router import Prefix, prefix_of
+from mixedkv.ray.prefix import Prefix, prefix_of
 from mixedkv.server.app import make_app
 from mixedkv.server.http.middleware import RequestIds
 from mixedkv.server.serve import open_server
