@@ -1,7 +1,8 @@
 """Finds where else a passage was computed: ranges of stored sequences, by their content.
 
 Nothing is stored for this: the index is made from the tokens of the store's entries, and follows their
-changes.
+changes. A passage has the same places wherever it stands and whatever is before it: winnowing (Schleimer,
+Wilkerson, Aiken, SIGMOD 2003).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decides by checks of sampled requests whether chunks may be reused."""
+"""Decides by checks of sampled requests, which compare distributions, whether chunks may be reused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Compares reuse with full evaluation, prompt by prompt."""
+"""Compares reuse with full evaluation, prompt by prompt, and finds damaged rows.
+
+Rows in another context are other rows, so what full evaluation gives does not tell damage from context. They
+are compared with those that evaluating their donor again gives, moved to the same place: these have the same
+context. Evaluated in the same steps they are the same to the bit, otherwise they differ by rounding, in many
+layers. In the first layer rows depend on the token and its position alone, so there they are compared with
+those of full evaluation too, which shows a wrong turn.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Commands in a chat, which are for the program instead of the model: /help, /undo and others."""
+"""The messages of a chat in the terminal, kept in a file, and commands for the program instead of the model:
+/help, /undo and others.
+"""
 
 from __future__ import annotations
 

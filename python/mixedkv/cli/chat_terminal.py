@@ -1,4 +1,6 @@
-"""The terminal of a chat: reads questions that are typed or pasted, and lets Ctrl-C stop an answer."""
+"""The terminal of a chat: reads questions that are typed or pasted, lets Ctrl-C stop an answer, and shows its
+markdown while a model writes it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Options of commands that serve, made of the fields of their settings, and words that people know from other
-programs: further names of our options, and what is said of those that have none here.
+"""Declares options, reads their values, and names missing extras.
+
+Options of commands that serve are made of the fields of their settings. Words that people know from other
+programs are further names of our options, or are told what to write instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Passes jobs and functions to the engine's thread, events back, and the turn from one engine to the next."""
+"""Passes jobs and functions to the engine's thread, events back, and the turn from one engine to the next.
+Counts who may queue more.
+"""
 
 from __future__ import annotations
 

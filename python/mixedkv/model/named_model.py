@@ -1,4 +1,9 @@
-"""Find models that go by a name: the bundled one, those in packages, and those of the Hugging Face Hub."""
+"""Find models that go by a name: the bundled one, those in packages, and those of the Hugging Face Hub.
+
+The package huggingface_hub downloads the last into its own cache, so HF_ENDPOINT, HF_TOKEN, HF_HOME and
+HF_HUB_OFFLINE hold, other programs find the same files, and a download that was cut off goes on where it
+ended.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Names the models of a server: files, and adapters on them."""
+"""Names the models of a server, files and adapters on them, and describes them to clients: first as their
+files say, and once they are loaded as they are.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Protocol of the places where sessions are written down, for SQLite and Redis.
+"""Protocol of the places where sessions are written down, for SQLite and Redis, and the form of their
+records: JSON after a line that says so, or that encrypted.
 
 A store of metadata keeps bytes under a name and knows when they expire; what the bytes mean, and that an
 expired session is an unknown one, is the manager's business. Every change is compare-and-swap, so several

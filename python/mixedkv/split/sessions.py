@@ -1,4 +1,6 @@
-"""A server's state of its clients' sessions: how long each is, its running hash, where its rows lie."""
+"""A server's state of its clients' sessions: how long each is, its running hash, where its rows lie. Those on
+disk are each encrypted with a key that only its client keeps.
+"""
 
 from __future__ import annotations
 

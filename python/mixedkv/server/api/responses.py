@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's Responses API."""
+"""POST /v1/responses: OpenAI's Responses API. Bodies become chats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The application of a router: it lists models, and passes requests on to their processes."""
+"""The application of a router: it lists models, and passes requests on to the processes that they name."""
 
 from __future__ import annotations
 

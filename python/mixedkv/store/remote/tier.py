@@ -3,6 +3,16 @@
 What a store writes goes there later, on a thread of its own; what a search misses is looked for there and
 taken over into the folder, where it is found and checked like everything else. A server that is slow or gone
 is a miss: every question has a time-out, and after three failures nobody asks for a while.
+
+Entries are found by the hashes of their tokens, without a shared index:
+
+    at/HASH             content hash of the last entry that was stored over this block boundary
+    entry/CONTENT       the entry's row, and how its file is cut
+    piece/ID/I          piece I of its file, as it would lie on a disk
+
+A boundary has a name if those before it in the same prompt have one, so a few questions find the last. What
+is missing or of another is a miss: an entry is written before the boundaries that name it, its pieces before
+it.
 """
 
 from __future__ import annotations
