@@ -127,7 +127,7 @@ if TYPE_CHECKING:
 
     from mixedkv.doors.settings import DoorSettings
 
-    T = TypeVar("T", bound=DoorSettings)
+    S = TypeVar("S", bound=DoorSettings)
 
 
 # beside `--` and the name of a field
@@ -330,7 +330,7 @@ def _add(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
     group.add_argument(*names, metavar=metavar, type=read, default=None, help=text)
 
 
-def read_options(args: argparse.Namespace, kind: type[T]) -> T:
+def read_options(args: argparse.Namespace, kind: type[S]) -> S:
     """Return the settings of a command line, the environment and a file.
 
     Raises:
