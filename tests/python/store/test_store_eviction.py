@@ -13,9 +13,9 @@ import pytest
 
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import KVStore, Share
+from mixedkv.store.entries import RamTier
 from mixedkv.store.eviction import Eviction
 from mixedkv.store.tiers.disk import DiskTier
-from mixedkv.store.tiers.ram import RamTier
 from support.store_support import identity, make_block, put_chain, same, stored_match
 
 pytestmark = pytest.mark.core
