@@ -122,7 +122,7 @@ def refusal(*options: str) -> str:
 
 @pytest.mark.nightly
 def test_what_cannot_be_served_says_why(tmp_path: Path) -> None:
-    assert "tls_cert and tls_key go together" in refusal("--tls-cert", "x")
+    assert "--tls-cert and --tls-key go together" in refusal("--tls-cert", "x")
     assert "a Unix socket needs no TLS" in refusal("--tls-cert", "x", "--tls-key", "y", "--host", "./z")
     cert, key = (str(path) for path in write_certificate(tmp_path, 1))
     with pytest.raises(ValueError, match=r"missing\.pem: No such file"):
