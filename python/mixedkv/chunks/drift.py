@@ -40,10 +40,10 @@ _NOISE_OF_SINK = 5.0
 _FAR = 1024  # tokens before a piece whose changes are used for it
 # In the first layer a row depends on token and position alone. Q4_0 keys, turned, are off by .11 in the
 # median; turned to the next position by .22, and rows of other tokens by .8 in K and 1.2 in V. Context
-# changes rows of other layers by their own size and more. Of those that are not corrected the first piece of
-# a passage is looked at.
+# changes rows of other layers by their own size and more. Of those that are not corrected the first tokens of
+# a passage are looked at.
 _FIRST_K, _FIRST_V, _OTHER = 0.16, 0.6, 3.0
-_FIRST_PIECE, _GROWTH = 32, 4
+_FIRST_PIECE, _GROWTH, _LOOKED_AT = 128, 4, 32
 _KEPT_AS_THEY_ARE = 1 / 2  # of the layers, the first ones: their rows carry little of the error
 _LEAST = 8  # fewest evaluated rows that allow a conclusion about a passage
 
@@ -84,7 +84,7 @@ class Drift:
     ) -> None:
         self._kv, self._seq, self._begin, self._chosen = kv, seq, begin, chosen
         self._at, self._n_noted = np.flatnonzero(chosen), 0
-        looked = begin + pieces(end - begin)[0][1]
+        looked = min(end, begin + _LOOKED_AT)
         with _blas().limit(limits=1):
             self._layers = {view.info.il: _Layer(view, seq, begin, end, chosen) for view in views}
             self._others = {

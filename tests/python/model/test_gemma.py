@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.chunks import ChunkCache, verify_correctness
+from mixedkv.chunks.donors import DonorIndex
 from mixedkv.engine import Engine, StoreConnector
 from mixedkv.errors import UnsupportedModelError
+from mixedkv.kv.block import KVBlock, LayerRows
 from mixedkv.split.client import SplitClient
 from mixedkv.split.export import export
 from mixedkv.split.head import Head
@@ -122,13 +125,34 @@ def test_a_cloak_is_refused(real_model_gemma_q4: Path, tmp_path: Path) -> None:
         export(real_model_gemma_q4, tmp_path / "head.gguf", tmp_path / "body.gguf", cloak=7)
 
 
-def test_passages_are_reused_and_checked(real_model_gemma_q4: Path) -> None:
+@pytest.mark.parametrize("damaged", [False, True])
+def test_passages_are_reused_and_checked(
+    real_model_gemma_q4: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    """Also where the scale of 32 elements of V of one row is a quarter too large, in a layer that slides."""
+    read = DonorIndex.read
+
+    def spoilt(layer: LayerRows) -> LayerRows:
+        if layer.il != 13:
+            return layer
+        rows = layer.v.copy()
+        rows[40, :2] = (rows[40, :2].view(np.float16) * np.float16(1.25)).view(np.uint8)
+        return replace(layer, v=rows)
+
+    def planted(self: DonorIndex, *place: Any) -> list[KVBlock] | None:
+        first, *others = read(self, *place) or []
+        groups = tuple(replace(group, layers=tuple(map(spoilt, group.layers))) for group in first.groups)
+        return [replace(first, groups=groups), *others]
+
     options = {**OPTIONS, "kv": "mixed:cold=q8_0", "swa_full": True}
     first, second = (text[:1200] for _, text in zip(range(2), texts("code"), strict=False))
     with Llama(real_model_gemma_q4, n_ctx=1024, **options) as llm, KVStore(None) as store:
         cache = ChunkCache(llm, store, repair="query", check=0)
         cache.warm([first, second])
+        if damaged:
+            monkeypatch.setattr(DonorIndex, "read", planted)
         report = verify_correctness(cache, [f"Two files.\n\n{second}\n\n{first}\n\nIn short:"], n_gen=2)
     print(report)
-    assert report.ok, str(report)
+    assert report.ok is not damaged, str(report)
+    assert len(report[0].damaged) == 2 * damaged  # one of each passage
     assert report.reuse_ratio > 0.3
