@@ -23,7 +23,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -74,15 +74,14 @@ class Talk:
         return [journal.text, *questions[: self._turns - 1]]
 
     def replay(self, url: str, messages: list[str]) -> Turns:
-        """Answers of one conversation, whose turns follow each other over one connection."""
-        connection = http.client.HTTPConnection(url, timeout=_SECONDS)
+        """Answers of one conversation, each turn over a connection of its own: some servers end them."""
         history: list[dict[str, str]] = []
         answers = []
         for text in messages:
             history.append({"role": "user", "content": text})
-            answers.append(self._ask(connection, history))
+            with closing(http.client.HTTPConnection(url, timeout=_SECONDS)) as connection:
+                answers.append(self._ask(connection, history))
             history.append({"role": "assistant", "content": answers[-1].text})
-        connection.close()
         return answers
 
     def _ask(self, connection: http.client.HTTPConnection, messages: list[dict[str, str]]) -> Answer:
