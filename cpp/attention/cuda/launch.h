@@ -86,28 +86,6 @@ void run_merge(Device & device, const attention_problem & p) {
     }
 }
 
-// Calls f(rows of the type), of heads of d: the rows that kernels take apart.
-template <int d, class F>
-void with_rows(stored_type type, F && f) {
-    if constexpr (d % 64 == 0) {
-        if (type == stored_type::lm4) {
-            return f(lm4_rows());
-        }
-        if (type == stored_type::tc3) {
-            return f(tc3_rows());
-        }
-    }
-    if (type == stored_type::f16) {
-        f(f16_rows());
-    } else if (type == stored_type::q8_0) {
-        f(q8_0_rows());
-    } else if (type == stored_type::q5_0) {
-        f(q5_0_rows());
-    } else {
-        f(q4_0_rows());
-    }
-}
-
 template <class Device, int d>
 void run_attention(Device & device, const attention_problem & p, stored_type k, stored_type v) {
     if (is_decode(p)) {

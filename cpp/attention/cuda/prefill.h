@@ -108,28 +108,6 @@ struct tile_reader {
         }
     }
 
-    // Calls f(rows of the type).
-    template <class F>
-    MIXEDKV_DEVICE void with_type(stored_type type, F && f) {
-        if constexpr (d % 64 == 0) {
-            if (type == stored_type::lm4) {
-                return f(lm4_rows());
-            }
-            if (type == stored_type::tc3) {
-                return f(tc3_rows());
-            }
-        }
-        if (type == stored_type::f16) {
-            f(f16_rows());
-        } else if (type == stored_type::q8_0) {
-            f(q8_0_rows());
-        } else if (type == stored_type::q5_0) {
-            f(q5_0_rows());
-        } else {
-            f(q4_0_rows());
-        }
-    }
-
     // Calls f(which row, whether of V) for each row that the four lanes have.
     template <class F>
     MIXEDKV_DEVICE void for_own_rows(F && f) {
@@ -151,14 +129,14 @@ struct tile_reader {
 
     MIXEDKV_DEVICE_MEMBER void copy_keys(int key0) const {
         for_own_rows([&](int row, bool is_v) {
-            with_type(is_v ? type_v : type_k,
-                      [&](auto rows) { copy_row<decltype(rows)>(key0 + row, is_v, raw_at(row, is_v)); });
+            with_rows<d>(is_v ? type_v : type_k,
+                         [&](auto rows) { copy_row<decltype(rows)>(key0 + row, is_v, raw_at(row, is_v)); });
         });
     }
 
     MIXEDKV_DEVICE_MEMBER void open_keys(int tile) const {
         for_own_rows([&](int row, bool is_v) {
-            with_type(is_v ? type_v : type_k, [&](auto rows) {
+            with_rows<d>(is_v ? type_v : type_k, [&](auto rows) {
                 open_row<decltype(rows), 0>(raw_at(row, is_v), open_at(tile, is_v) + row * layout::pitch);
             });
         });

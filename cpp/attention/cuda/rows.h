@@ -328,6 +328,30 @@ MIXEDKV_SHARED(int) block_elements(stored_type type) {
     return type == stored_type::lm4 || type == stored_type::tc3 ? 64 : 32;
 }
 
+// Calls f(rows of the type), of heads of d: the rows that kernels take apart.
+#pragma nv_exec_check_disable // f is of the host there, of the device here
+template <int d, class F>
+MIXEDKV_SHARED(void)
+with_rows(stored_type type, F && f) {
+    if constexpr (d % 64 == 0) {
+        if (type == stored_type::lm4) {
+            return f(lm4_rows());
+        }
+        if (type == stored_type::tc3) {
+            return f(tc3_rows());
+        }
+    }
+    if (type == stored_type::f16) {
+        f(f16_rows());
+    } else if (type == stored_type::q8_0) {
+        f(q8_0_rows());
+    } else if (type == stored_type::q5_0) {
+        f(q5_0_rows());
+    } else {
+        f(q4_0_rows());
+    }
+}
+
 template <class Rows>
 MIXEDKV_SHARED(int)
 row_bytes(int d) {
