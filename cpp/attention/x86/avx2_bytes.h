@@ -12,12 +12,10 @@
 namespace mixedkv {
 namespace {
 
-struct avx2_bytes {
-    using L      = avx2;
+struct avx2_bytes : avx2_keys<avx2_bytes> {
     using decode = avx2_bytes;
 
-    static constexpr bool in_bytes  = true;
-    static constexpr int  most_rows = 4;
+    static constexpr bool in_bytes = true;
 
     // Other types of integers are longer, and no faster in bytes than in 16 bits.
     static bool fits(const attention_args & a) {
@@ -115,14 +113,14 @@ struct avx2_bytes {
     }
 
     // s[row][16 keys] += the scores of one block of elements
-    template <row_type>
+    template <row_type type>
     static void score_block(const columns_of_block & x, const uint16_t * halves, const quad & q, int rows, float * s) {
         alignas(32) float scales[16];
         L::store(scales, L::load_half(halves));
         L::store(scales + 8, L::load_half(halves + 8));
-        with_rows(rows, [&](auto R) { score_rows<R>(x, scales, q, s); });
+        with_rows(rows, [&](auto R) { score_rows<type, R>(x, scales, q, s); });
     }
-    template <int R>
+    template <row_type, int R>
     static void score_rows(const columns_of_block & x, const float * scales, const quad & q, float * s) {
         ints8 sums[R][2];
         for (int r = 0; r < R; r++) {
@@ -255,38 +253,6 @@ struct avx2_bytes {
     }
 
     // --- prefill
-
-    static void pack_rows(const attention_args & a, const item_memory & m, int first) {
-        integer_decode<avx2_bytes>::pack_quad(a, m, first);
-    }
-
-    // [group of 16 keys, block]
-    template <row_type type>
-    static void open_keys(const char * p, int64_t row, int n_blocks, int b, int group, float * panel) {
-        columns<type>(p, row, reinterpret_cast<columns_of_block *>(panel)[group * n_blocks + b]);
-    }
-
-    // s[R][key_block] of the rows from `row` on
-    template <row_type, int R>
-    static void score(const attention_args & a, const item_memory & m, int row, const float * panel,
-                      const float (*scales)[key_block], float * s) {
-        const int    n_blocks = a.d_k / 32;
-        const auto * keys     = reinterpret_cast<const columns_of_block *>(panel);
-        const auto * quads    = integer_decode<avx2_bytes>::quads(a, m) + row / 4 * n_blocks;
-        for (int g = 0; g < 4; g++) {
-            alignas(32) float four[4 * key_block];
-            for (int r = 0; r < 4; r++) {
-                L::store(four + r * key_block, L::zero());
-                L::store(four + r * key_block + 8, L::zero());
-            }
-            for (int b = 0; b < n_blocks; b++) {
-                score_rows<4>(keys[g * n_blocks + b], scales[b] + 16 * g, quads[b], four);
-            }
-            for (int r = 0; r < R; r++) {
-                std::memcpy(s + r * key_block + 16 * g, four + (row + r) % 4 * key_block, 16 * sizeof(float));
-            }
-        }
-    }
 
     // Block b of n keys: [block, part, four keys] two vectors of 8 elements
     template <row_type>
