@@ -1,5 +1,5 @@
 // What llama.cpp has in private headers, which Python cannot call: hidden states of tokens behind the last layer, which
-// heads that predict several tokens (MTP) read, and where weights lie.
+// heads that predict several tokens (MTP) read, where weights lie, and which logits are wanted.
 
 #include "bindings.h"
 
@@ -10,6 +10,7 @@
 #include <pybind11/stl.h>
 
 #include <cstring>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -49,8 +50,16 @@ static std::vector<std::pair<uintptr_t, size_t>> mapped_weights(uintptr_t model)
     return out;
 }
 
+using words = py::array_t<uint32_t, py::array::c_style>;
+
+static void want_logits(uintptr_t context, const std::optional<words> & tokens) {
+    auto * ctx = pointer<llama_context>(context);
+    check(mixedkv_want_logits(ctx, tokens ? tokens->data() : nullptr, tokens ? uint32_t(tokens->size()) : 0));
+}
+
 void register_hidden(py::module_ & m) {
     m.def("mapped_weights", &mapped_weights, "model"_a);
+    m.def("want_logits", &want_logits, "context"_a, "tokens"_a.none(true));
     m.def("keep_hidden", &keep_hidden, "context"_a, "value"_a, "outputs_only"_a);
     m.def("hidden", &hidden, "context"_a, "first"_a, "n"_a);
 }

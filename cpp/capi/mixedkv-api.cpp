@@ -218,6 +218,15 @@ mixedkv_status mixedkv_leave(llama_context * ctx) {
     });
 }
 
+mixedkv_status mixedkv_want_logits(llama_context * ctx, const uint32_t * tokens, uint32_t n) {
+    return guarded(ctx, [&] {
+        const uint32_t n_words = (uint32_t(llama_vocab_n_tokens(llama_model_get_vocab(&ctx->get_model()))) + 31) / 32;
+        require(!tokens || n == n_words, MIXEDKV_INVALID,
+                "n is " + std::to_string(n) + ": the vocabulary has " + std::to_string(n_words) + " words of 32 bits");
+        ctx->hooks.wanted.set(ctx->hooks.evals, tokens, n);
+    });
+}
+
 mixedkv_status mixedkv_get_stats(llama_context * ctx, mixedkv_stats * out) {
     return guarded(ctx, [&] {
         require(out, MIXEDKV_INVALID, "out is NULL");

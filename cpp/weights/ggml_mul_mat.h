@@ -65,6 +65,9 @@ static inline void weights_pack_columns(const struct ggml_tensor * dst, const st
 static inline struct weights_product weights_product_of(const struct ggml_tensor * dst, const void * columns) {
     const struct ggml_tensor * rows = dst->src[0];
 
+    const uint32_t * const * wanted = NULL;
+    memcpy(&wanted, dst->op_params + WEIGHTS_WANTED_PARAM, sizeof(wanted));
+
     const struct weights_product res = {
         .type       = weights_type_of(rows),
         .n_elements = rows->ne[0],
@@ -75,6 +78,7 @@ static inline struct weights_product weights_product_of(const struct ggml_tensor
         .columns    = columns,
         .out        = dst->data,
         .out_bytes  = dst->nb[1],
+        .wanted     = wanted ? *wanted : NULL,
     };
     return res;
 }
@@ -126,8 +130,8 @@ static inline int weights_compute_forward(struct ggml_compute_params * params, c
     char * const work =
         packed + weights_packed_size(first) + params->ith * weights_work_bytes(columns.type, columns.n_columns);
 
-    // Four turns for each thread, so that one that is held up leaves its work to others
-    const int64_t least = n_rows / (4 * params->nth);
+    // Four turns for each thread, so that one that is held up leaves its work to others; more where turns differ
+    const int64_t least = n_rows / ((products[0].wanted ? 64 : 4) * params->nth);
     const int64_t turn  = MAX(least - least % WEIGHTS_ROWS, WEIGHTS_ROWS);
     for (int64_t next = params->ith;; next = ggml_threadpool_chunk_add(params->threadpool, 1)) {
         int     k = 0;

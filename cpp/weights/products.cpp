@@ -2,7 +2,9 @@
 
 #include "columns.h"
 
+#include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -73,6 +75,14 @@ const weights_kernels * body_of(int type, int64_t n_columns) {
                                                                                            : nullptr;
 }
 
+// Rows that are not wanted
+void fill(const weights_product & p, int64_t row_0, int64_t row_1) {
+    for (int64_t c = 0; c < p.n_columns; c++) {
+        float * out = reinterpret_cast<float *>(reinterpret_cast<char *>(p.out) + c * p.out_bytes);
+        std::fill(out + row_0, out + row_1, -std::numeric_limits<float>::infinity());
+    }
+}
+
 // What rows of a quantised type want of the columns: their bias, and how many scales they have in a block
 std::pair<int, int> packing_of(int type) {
     std::pair<int, int> res(0, 1);
@@ -106,5 +116,20 @@ size_t weights_work_bytes(int type, int64_t n_columns) {
 }
 
 void weights_run(const weights_product * product, void * work, int64_t row_0, int64_t row_1) {
-    body_of(product->type, product->n_columns)->run(*product, work, row_0, row_1);
+    const auto run = body_of(product->type, product->n_columns)->run;
+    if (!product->wanted) {
+        return run(*product, work, row_0, row_1);
+    }
+    const auto is_wanted = [&](int64_t row) { return product->wanted[row / WEIGHTS_ROWS] != 0; };
+    for (int64_t r = row_0, end; r < row_1; r = end) {
+        for (end = r + WEIGHTS_ROWS; end < row_1 && is_wanted(end) == is_wanted(r);) {
+            end += WEIGHTS_ROWS;
+        }
+        end = std::min(end, row_1);
+        if (is_wanted(r)) {
+            run(*product, work, r, end);
+        } else {
+            fill(*product, r, end);
+        }
+    }
 }

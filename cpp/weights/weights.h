@@ -55,7 +55,14 @@ struct weights_product {
     const void * columns;   // packed by weights_pack
     float *      out;
     size_t       out_bytes; // from a column of out to the next
+
+    // A bit for each row, null: all are wanted. Blocks of WEIGHTS_ROWS rows without one need not be computed, and are
+    // minus infinity then.
+    const uint32_t * wanted;
 };
+
+// A node of ggml's that is a product has the address of `wanted` from here on in its op_params, or zeros.
+#define WEIGHTS_WANTED_PARAM 14
 
 // Whether products of rows of this type with so many columns are made here, on this processor; all functions below need
 // that. llama.cpp keeps few columns of some types, for which it is faster. MIXEDKV_WEIGHTS=llama.cpp leaves all to it,

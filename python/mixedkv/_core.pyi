@@ -336,6 +336,9 @@ class Stream:
     def lock(self, model: int) -> tuple[int, int, str]:
         """Bytes that are locked, that should be, and why not all are."""
 
+def want_logits(context: int, tokens: npt.NDArray[np.uint32] | None) -> None:
+    """Of the next evaluations the logits of these tokens are read, a bit each; None: all."""
+
 def keep_hidden(context: int, value: bool, outputs_only: bool) -> None:
     """Have a context keep the hidden states behind its last layer: of all tokens of a batch, or of those with
     logits."""

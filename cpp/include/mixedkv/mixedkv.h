@@ -181,6 +181,10 @@ LLAMA_API enum mixedkv_status mixedkv_configure_next(const struct mixedkv_config
 LLAMA_API enum mixedkv_status mixedkv_enter(struct llama_context * ctx, bool wait);
 LLAMA_API enum mixedkv_status mixedkv_leave(struct llama_context * ctx);
 
+// Which tokens' logits are wanted of llama_decode() from here on: a bit for each token of the vocabulary, n words of
+// them. Others may be minus infinity. NULL: all are wanted.
+LLAMA_API enum mixedkv_status mixedkv_want_logits(struct llama_context * ctx, const uint32_t * tokens, uint32_t n);
+
 LLAMA_API enum mixedkv_status mixedkv_get_stats(struct llama_context * ctx, struct mixedkv_stats * out);
 
 // Fill up to n entries; *n_out is how many there are. `out` may be NULL when n is 0.

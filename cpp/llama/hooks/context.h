@@ -6,6 +6,7 @@
 #include "hooks/hooks.h"
 #include "hooks/step.h"
 #include "hooks/truth.h"
+#include "hooks/wanted.h"
 
 #include <mutex>
 
@@ -15,6 +16,7 @@ struct llama_context_hooks {
     llama_step_room      room;
     llama_eval_chain     evals; // who is told of the nodes of its graphs
     llama_kv_truth       truth; // what each row is
+    llama_wanted_logits  wanted;
 };
 
 // llama_decode, llama_encode: no other thread evaluates or touches rows as long as what is returned is there

@@ -17,6 +17,7 @@ from mixedkv.engine.batch.batch import Batch
 from mixedkv.engine.batch.vector_job import take_hidden
 from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.engine.connect.kv_connector import KVConnector
+from mixedkv.engine.constrain.constraint import Mask
 from mixedkv.engine.draft.speculation import Speculation
 from mixedkv.engine.inbox import Outbox
 from mixedkv.engine.jobs.job import AnswerState, Delta, Failed, Job
@@ -128,7 +129,9 @@ class Stepper:
         if drafts:
             self._speculation.plan(step)
         self._batch.set_runs(step.runs)
-        return step, self._batch.decode(self._llm.ctx, self._llm.kv) if step.runs else 0
+        if not step.runs:
+            return step, 0
+        return step, self._batch.decode(self._llm.ctx, self._llm.kv, wanted(step))
 
     def _answer(self, run: Run[Job], index: int) -> None:
         """Choose a job's next tokens from the step's logits. A draft is accepted if the sampler chooses the
@@ -175,6 +178,26 @@ class Stepper:
     def _fail_lost(self) -> None:
         gone = RowsGoneError("the rows before these vectors have gone")
         self._outbox.put(*((job, Failed(gone)) for job in self._scheduler.take_lost()))
+
+
+def wanted(step: StepPlan[Job]) -> Mask | None:
+    """Return the tokens that the step's choices can fall on; None if all logits are read."""
+    found: Mask | None = None
+    for run in step.runs:
+        job, answer = run.job, run.job.answer
+        tells = job.request.n_logprobs is not None or answer.prompt_logprobs is not None
+        if not (run.chooses or tells):
+            continue
+        if tells or answer.sampler is None or not job.evaluated:  # a connector may read a prompt's logits
+            return None
+        thought = answer.thought
+        if thought is not None and (thought.open or thought.may_begin >= 0 or run.drafts):
+            return None
+        mask = answer.sampler.wanted(run.drafts)
+        if mask is None:
+            return None
+        found = mask if found is None else found | mask
+    return found
 
 
 _CannotGoOn = tuple[Job, Exception | None]

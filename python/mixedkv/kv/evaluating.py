@@ -91,13 +91,23 @@ class Evaluating(SequenceState):
                 llama.n_tokens = end
                 raise
 
-    def decode(self, batch: Any) -> int:
+    def decode(self, batch: Any, wanted: npt.NDArray[np.uint32] | None = None) -> int:
         """Evaluate a llama_batch in sequences whose tokens the caller knows; return llama_decode's code.
 
         0: its rows count. NO_CELLS: nothing has changed. Any other: drop the batch's sequences, which may
         have rows of some of its micro-batches, and see `Llama.decode_error`.
+
+        Args:
+            wanted: tokens whose logits are read, a bit each; others may be -inf. None for all.
         """
-        return decode(_llama_cpp.context(self._llama), batch)
+        context = _llama_cpp.context(self._llama)
+        if wanted is None:
+            return decode(context, batch)
+        _core.want_logits(_llama_cpp.address(context), wanted)
+        try:
+            return decode(context, batch)
+        finally:
+            _core.want_logits(_llama_cpp.address(context), None)
 
     @contextmanager
     def causal(self, value: bool) -> Iterator[None]:

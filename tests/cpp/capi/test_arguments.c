@@ -755,10 +755,14 @@ static void test_busy(struct llama_context * ctx) {
 
     EXPECT(INVALID, mixedkv_enter(NULL, false));
     EXPECT(INVALID, mixedkv_leave(NULL));
+    EXPECT(INVALID, mixedkv_want_logits(NULL, NULL, 0));
+    EXPECT(INVALID, mixedkv_want_logits(ctx, &n, 0)); // not the words of the vocabulary
+    EXPECT(OK, mixedkv_want_logits(ctx, NULL, 0));
 
     expect(0, pthread_create(&thread, NULL, hold, &other));
     wait_for(&other.is_inside);
     EXPECT(BUSY, mixedkv_enter(ctx, false));
+    EXPECT(BUSY, mixedkv_want_logits(ctx, NULL, 0));
     EXPECT(BUSY, mixedkv_get_stats(ctx, &stats));
     EXPECT(BUSY, mixedkv_get_sequences(ctx, seqs, 2, &n));
     EXPECT(BUSY, mixedkv_get_short(ctx, list, 2, &n));

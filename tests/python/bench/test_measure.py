@@ -39,6 +39,11 @@ def test_speculation() -> None:
     ]  # fmt: skip
 
 
+def test_constrained() -> None:
+    out = measure("constrained", "-m", str(model_path()), "--repeats", "1")
+    assert [line.partition(":")[0] for line in out.splitlines()] == ["mixed", "text"]
+
+
 def test_store() -> None:
     small = ["--n-prompt", "256", "--turns", "1", "--repeats", "1", "--threads", "1"]
     lines = measure("store", "--kv", "mixed", *small).splitlines()

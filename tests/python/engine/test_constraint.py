@@ -17,6 +17,7 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.engine.constrain.constraint import ConstraintCompiler, DeadEndError
 from mixedkv.engine.constrain.constraint_text import Constraint
+from mixedkv.engine.constrain.json_schema import MOST_DIGITS
 from mixedkv.engine.text.detokenizer import Detokenizer
 from support import zoo
 from support.constraint_support import BYTEWISE, follow, random_answer, schemas
@@ -44,6 +45,46 @@ def schema_of(schema: Any) -> Constraint:
 
 def takes(compiler: ConstraintCompiler, schema: Any, value: Any) -> bool:
     return follow(compiler.compile(schema_of(schema)), json.dumps(value, ensure_ascii=False))
+
+
+# --- what may come next ---
+
+
+def tokens_of(mask: Any) -> set[int]:
+    return {32 * word + bit for word in range(len(mask)) for bit in range(32) if mask[word] >> bit & 1}
+
+
+def test_what_may_come_behind_drafts(bytewise: ConstraintCompiler) -> None:
+    """Up to the first that is refused; the matcher stays where it is."""
+    matcher = bytewise.compile(Constraint("regex", "(ab|cd)e"))
+    a, b, c, e = b"abce"
+    assert tokens_of(matcher.ahead([])) == {a, c} == set(matcher.allowed().tolist())
+    assert tokens_of(matcher.ahead([a])) == {a, b, c}
+    assert tokens_of(matcher.ahead([a, b, e])) == {a, b, c, e, END, TURN}
+    assert tokens_of(matcher.ahead([a, c, e])) == {a, b, c}
+    assert tokens_of(matcher.ahead([b, e])) == {a, c}
+    assert matcher.allows(c)
+
+
+def test_a_number_that_is_full_gets_no_further_digit(bytewise: ConstraintCompiler) -> None:
+    matcher = bytewise.compile(schema_of({"type": "number"}))
+    for digit in b"1" * MOST_DIGITS:
+        assert matcher.allows(digit)
+        matcher.accept(digit)
+    assert set(matcher.allowed().tolist()) == tokens_of(matcher.ahead([]))
+    assert not matcher.allows(ord("1"))
+
+
+def test_masks_that_take_too_long_are_not_made(
+    bytewise: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mixedkv.engine.constrain.constraint._MASK_SECONDS", -0.005)
+    matcher = bytewise.compile(Constraint("regex", "a*"))
+    found = [matcher.ahead([]) is not None for _ in range(10)]
+    assert found == sorted(found, reverse=True)
+    assert found[0]
+    assert not found[-1]
+    assert matcher.allows(ord("a"))
 
 
 # --- every keyword is enforced or refused ---

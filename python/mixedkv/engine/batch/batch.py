@@ -84,9 +84,11 @@ class Batch:
         if run.drafts:
             self.add(run.drafts, first + run.n, job.seq.id, logits=True, every=True)
 
-    def decode(self, context: Any, kv: KVCache | None = None) -> int:
+    def decode(
+        self, context: Any, kv: KVCache | None = None, wanted: npt.NDArray[np.uint32] | None = None
+    ) -> int:
         """Evaluate the batch and return llama_decode's code; `kv`: the context's, where it is a `Llama`'s."""
-        code = decode(context, self._native) if kv is None else kv.decode(self._native)
+        code = decode(context, self._native) if kv is None else kv.decode(self._native, wanted)
         for asked, index, first, n in self._asked if code == 0 else ():
             asked.take(context, index, first, n)
         return code

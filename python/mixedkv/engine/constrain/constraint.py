@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -49,6 +50,8 @@ _LIMITS: dict[str, Any] = {
     "max_lexer_states": 25_000,  # memory: 1 to 2 KB each
     "verbose_errors": False,
 }
+_MASK_SECONDS = 1e-3  # of a processor, that a step of greedy decoding may take longer for its masks
+_MOST_EXCESS = 0.02  # seconds beyond that, in all
 _SLOWEST_MASK = 2 * trial.STEP_SECONDS  # of a processor; after that one answer ends, so that others go on
 # Of the parser, at one byte and in one mask. Where a text can be read in many ways each byte takes the square
 # of the first. Schemas have few readings, but some items for each property that may come next.
@@ -65,11 +68,25 @@ class DeadEndError(ValueError):
     """No token can continue the answer under its constraint, or finding one exceeds the limits."""
 
 
+Mask = npt.NDArray[np.uint32]  # a bit for each token
+_WORD = 32
+
+
+def _bits(mask: Mask) -> npt.NDArray[np.uint8]:
+    return np.unpackbits(mask.view(np.uint8), bitorder="little")
+
+
+def _has(mask: Mask, token: int) -> bool:
+    return bool(mask[token // _WORD] >> np.uint32(token % _WORD) & 1)
+
+
 class _Tokens:
     """The bytes of each token, and whether it begins with a digit."""
 
     def __init__(self, tokens: list[bytes]) -> None:
         self.bytes, self.digit = tokens, begin_with_digit(tokens)
+        bits = np.packbits(self.digit, bitorder="little")
+        self.digits: Mask = np.pad(bits, (0, -len(bits) % 4)).view(np.uint32)
 
 
 class Matcher:
@@ -80,6 +97,7 @@ class Matcher:
     ) -> None:
         self._inner, self._name, self._vocabulary, self._tokenizer = inner, name, vocabulary, tokenizer
         self._is_first = True  # the first mask takes longest, and is made off the engine's thread
+        self._excess = 0.0  # seconds that masks took beyond what they save
         self._numbers = numbers  # for an answer that is JSON from its first byte
 
     def copy(self) -> Matcher:
@@ -94,7 +112,7 @@ class Matcher:
     def allows(self, token: int) -> bool:
         """Return whether a token may come next, far quicker than `allowed`; False if only the end may."""
         if self._numbers is not None and self._numbers.is_full and self._vocabulary.digit[token]:
-            return bool((self.allowed() == token).any())
+            return _has(self._mask(), token)
         return bool(self._inner.validate_tokens([token]))
 
     def allowed(self) -> npt.NDArray[np.int32]:
@@ -103,18 +121,51 @@ class Matcher:
         Raises:
             DeadEndError: there are none.
         """
+        mask = self._mask()
+        words = np.flatnonzero(mask)
+        if len(words) > len(mask) // 8:
+            return np.flatnonzero(_bits(mask)).astype(np.int32)
+        at = np.flatnonzero(_bits(mask[words]))
+        return (words[at // _WORD] * _WORD + at % _WORD).astype(np.int32)
+
+    def ahead(self, tokens: Sequence[int]) -> Mask | None:
+        """Return all tokens that may come next, or after some of `tokens` if these come. None if that takes
+        too much time to tell.
+        """
+        if self._excess > _MOST_EXCESS:
+            return None
+        other, began = self.copy(), time.thread_time()
+        try:
+            found = mask = other._mask()
+            for token in tokens:
+                if not _has(mask, token):
+                    break
+                other.accept(token)
+                mask = other._mask()
+                found = found | mask
+        except DeadEndError:
+            self._excess = math.inf
+            return None
+        took = time.thread_time() - began
+        self._excess = max(0.0, self._excess + took - _MASK_SECONDS * (1 + len(tokens)))
+        return found
+
+    def _mask(self) -> Mask:
+        """Return the tokens that may come next; once the answer is complete, those that end it.
+
+        Raises:
+            DeadEndError: there are none.
+        """
         began = time.thread_time()
-        mask = np.frombuffer(self._inner.compute_bitmask(), np.uint8)
+        mask: Mask = np.frombuffer(self._inner.compute_bitmask(), np.uint32)[: len(self._vocabulary.digits)]
         self._check()
         if not self._is_first and time.thread_time() - began > _SLOWEST_MASK:
             raise DeadEndError(f"{self._name}: following it takes too much: leave less open")
         self._is_first = False
-        bits = np.unpackbits(mask, bitorder="little")[: len(self._vocabulary.bytes)]
-        allowed = np.flatnonzero(bits).astype(np.int32)
         if self._numbers is not None and self._numbers.is_full:
-            others = allowed[~self._vocabulary.digit[allowed]]
-            return others if len(others) else allowed  # a number that cannot end yet is continued
-        return allowed
+            others = mask & ~self._vocabulary.digits
+            return others if others.any() else mask  # a number that cannot end yet is continued
+        return mask
 
     def certain(self) -> list[int]:
         """Return the longest tokens of the text that must come next. The model may write that text with other

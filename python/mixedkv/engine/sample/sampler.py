@@ -11,7 +11,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.engine.constrain.constraint import Matcher
+from mixedkv.engine.constrain.constraint import Mask, Matcher
 from mixedkv.engine.sample.draw import Draw
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.tokens import Tokens
@@ -94,6 +94,14 @@ class Sampler:
     def certain(self) -> list[int]:
         """Return the tokens that the constraint forces: see `Matcher.certain`."""
         return self._matcher.certain() if self._matcher is not None else []
+
+    def wanted(self, drafts: Sequence[int]) -> Mask | None:
+        """Return the tokens that the next choice, and those behind drafts, can fall on under the constraint.
+        None for any: draws and penalties look at all logits.
+        """
+        if self._matcher is None or self._draw is None or not self.greedy:
+            return None
+        return self._matcher.ahead(drafts)
 
     def close(self) -> None:
         self._matcher = None
