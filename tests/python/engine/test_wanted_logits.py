@@ -19,8 +19,7 @@ from mixedkv.engine import stepping
 from mixedkv.engine.constrain.constraint import Mask
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.draft.speculation import StepTime
-from mixedkv.engine.jobs.drafter import Drafter
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import Drafter, Job
 from mixedkv.engine.sample.sampler import logits_row
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.contract import StepPlan
