@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from mixedkv.config import UniformKV, parse_kv
 from mixedkv.config.mixed import did_you_mean
-from mixedkv.limits import INT32_MAX
+from mixedkv.limits import INT32_MAX, RANGES
 from mixedkv.model.named_model import NAMES, PREFIX, is_hub_name
 from mixedkv.sizes import GB, parse_duration, parse_size
 from mixedkv.streaming.layer_choice import Asked, parse_layers
@@ -66,7 +66,6 @@ whole = number(int, 0, INT32_MAX, " is not a whole number of 0 or more")
 positive = number(int, 1, INT32_MAX, " is not a positive whole number")
 layer_count = number(int, -1, INT32_MAX, " is not a number of layers: use 0 or more, or -1 for all")
 decimal = number(float, -_ANY, _ANY, " is not a number")
-temperature = number(float, 0, 1e30, " is not a temperature: use 0 or more")
 
 
 def length(text: str) -> int:
@@ -80,6 +79,9 @@ def length(text: str) -> int:
 def between(low: float, high: float) -> Callable[[str], float]:
     """Return a parser of numbers in this range."""
     return number(float, low, high, f": use a number from {low:g} to {high:g}")
+
+
+temperature = between(*RANGES["temperature"])
 
 
 def layers(text: str) -> Asked:

@@ -297,7 +297,7 @@ def next_token(job: Job, context: Any, index: int, detokenizer: Detokenizer) -> 
     if token is not None:
         answer.sampler.accept(token)
     else:
-        token = _chosen(job, answer.sampler, context, index, detokenizer)
+        token = _choose(job, answer.sampler, context, index, detokenizer)
     follow(answer, piece(answer, token, detokenizer))
     return token
 
@@ -315,7 +315,10 @@ def follow(answer: AnswerState, text: bytes) -> None:
         answer.sampler.hold_to(matcher)
 
 
-def _chosen(job: Job, sampler: Sampler, context: Any, index: int, detokenizer: Detokenizer) -> int:
+def _choose(job: Job, sampler: Sampler, context: Any, index: int, detokenizer: Detokenizer) -> int:
+    """Draw the answer's next token. Inside a thought the constraint does not apply yet; a token that would
+    break off there is replaced by the one that closes the thought.
+    """
     answer, never = job.answer, None
     if job.n_answer < job.request.min_tokens:
         never = np.array([*detokenizer.ends, *answer.stop_tokens], np.int32)

@@ -87,7 +87,8 @@ class ContextPlace:
     room: int | None
 
     def settled(self, kv: KVSetting, n_ctx: int) -> KVSetting:
-        """Return the setting as a context of `n_ctx` tokens has it.
+        """Return the setting for a context of `n_ctx` tokens: with types in place of a budget, or with a
+        window that the context has room for.
 
         Raises:
             ValueError: its budget is too small.

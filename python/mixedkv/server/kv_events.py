@@ -100,7 +100,10 @@ class HeldBlocks:
         self._holders: Counter[bytes] = Counter()
 
     def look(self, held: Sequence[Held]) -> list[News]:
-        """Return the sequences with their new tokens; called on the engine's thread."""
+        """Return the sequences with their new tokens; called on the engine's thread.
+
+        One that is left out, as stitched ones are, counts as gone: its rows are not exact.
+        """
         news = []
         for seq in held:
             if not seq.stitched:

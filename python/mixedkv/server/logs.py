@@ -21,6 +21,7 @@ def install() -> None:
     handler.setFormatter(Formatter())
     handler.addFilter(RateLimit())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    # httpx logs every request at INFO
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 

@@ -157,7 +157,11 @@ class SQLiteMetadata:
     async def _put(
         self, sql: str, values: tuple[Any, ...], tenant: str, now: float, quota: Quota | None
     ) -> Outcome:
-        def put(db: sqlite3.Connection) -> Outcome:
+        """Run a statement that changes one row if the record is as expected: "conflict" if it changed none,
+        "full" if the tenant would then hold more than its quota. Neither changes anything.
+        """
+
+        def change(db: sqlite3.Connection) -> Outcome:
             db.execute("BEGIN IMMEDIATE")
             outcome: Outcome = "conflict"
             try:
@@ -168,7 +172,7 @@ class SQLiteMetadata:
                 db.execute("COMMIT" if outcome == "done" else "ROLLBACK")
             return outcome
 
-        return await asyncio.to_thread(self._locked, put)
+        return await asyncio.to_thread(self._locked, change)
 
     async def _rows(self, sql: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         return await asyncio.to_thread(self._locked, lambda db: db.execute(sql, values).fetchall())

@@ -314,7 +314,7 @@ def test_words_of_the_context() -> None:
         (["serve", "--store", __file__], "test_cli.py: a folder is needed, this is a file"),
         (["serve", "--lora", "none.gguf@x"], "--lora=none.gguf@x: there is no such file"),
         (["run", "--n-gpu-layers", "-2"], "'-2' is not a number of layers: use 0 or more, or -1 for all"),
-        (["run", "--temp", "-1"], "'-1' is not a temperature"),
+        (["run", "--temp", "-1"], "'-1': use a number from 0 to 100"),
         (["run", "--top-p", "2"], "use a number from 0 to 1"),
         (["run", "-p", "word " * 600, "--n-ctx", "256"], "exceed context window of 256"),
     ],

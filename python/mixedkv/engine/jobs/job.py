@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mixedkv.engine.constrain.constraint import Matcher
-from mixedkv.engine.sample.sampler import PromptLogprobs, Sampler, TokenLogprob
+from mixedkv.engine.sample.sampler import REPEAT_LAST_N, PromptLogprobs, Sampler, TokenLogprob
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.text.detokenizer import TextStream
@@ -220,9 +220,6 @@ class Failed:
 Event = Delta | Done | Failed
 
 
-_LATEST = 64  # last tokens of the prompt, which penalties look at
-
-
 class Job(Progress):
     """A request being answered: the progress of its prompt, and the state of its answer.
 
@@ -260,7 +257,7 @@ class Job(Progress):
     def begin(self, seq: Sequence, n_cached: int, exact: bool) -> bool:
         is_first = super().begin(seq, n_cached, exact)
         if is_first and self.answer.sampler is not None:
-            latest = self.prompt[-_LATEST:]
+            latest = self.prompt[-REPEAT_LAST_N:]
             self.answer.sampler.accept_prompt(latest[latest >= 0].tolist())
         return is_first
 

@@ -16,7 +16,7 @@ from mixedkv.engine.sample.draw import Draw
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.tokens import Tokens
 
-_REPEAT_LAST_N = 64  # llama.cpp's window of repeat_penalty, prompt included
+REPEAT_LAST_N = 64  # llama.cpp's window of repeat_penalty, prompt included
 _MIROSTAT_M = 100  # llama.cpp's, of version 1
 _TOP = np.dtype([("token", np.int32), ("logprob", np.float64)])
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
@@ -60,7 +60,7 @@ class Sampler:
             yield _bias(self._n_vocab, sampling.logit_bias)
         if sampling.repeat_penalty != 1.0:
             yield llama_cpp.llama_sampler_init_penalties(
-                self._n_vocab, _REPEAT_LAST_N, sampling.repeat_penalty, 0.0, 0.0
+                self._n_vocab, REPEAT_LAST_N, sampling.repeat_penalty, 0.0, 0.0
             )
         if sampling.frequency_penalty or sampling.presence_penalty:
             yield llama_cpp.llama_sampler_init_penalties(
@@ -115,7 +115,7 @@ class Sampler:
     def accept_prompt(self, tokens: Iterable[int]) -> None:
         """Show the end of the prompt to the samplers that penalise repetitions; call once."""
         if self._sees_prompt:
-            for token in list(tokens)[-_REPEAT_LAST_N:]:
+            for token in list(tokens)[-REPEAT_LAST_N:]:
                 self.accept(token)
 
     def sample(
@@ -231,7 +231,7 @@ def logprob_of(logits: npt.NDArray[np.float32], token: int, n_top: int) -> Token
 
 
 def _cuts(sampling: Sampling) -> Iterable[Any]:
-    """Yield the samplers that leave tokens out."""
+    """Yield the truncation samplers that are on, in llama.cpp's order."""
     if sampling.top_n_sigma > 0:
         yield llama_cpp.llama_sampler_init_top_n_sigma(sampling.top_n_sigma)
     if sampling.top_k > 0:
@@ -249,6 +249,7 @@ def _cuts(sampling: Sampling) -> Iterable[Any]:
 
 
 def _draw(sampling: Sampling) -> Any:
+    """Return the sampler that picks the token."""
     if sampling.adaptive_target >= 0:
         return llama_cpp.llama_sampler_init_adaptive_p(
             sampling.adaptive_target, sampling.adaptive_decay, sampling.seed

@@ -345,7 +345,7 @@ class Scheduler(Generic[P]):
         ready = [job for job in self.running if not job.is_loading]
         step = StepPlan([Run(job, 1, chooses=True) for job in ready if job.n_remaining == 1])
         step.n_streams = len(step.runs)
-        prompts = self._by_turn([job for job in ready if job.n_remaining > 1])
+        prompts = self._prompts_by_turn([job for job in ready if job.n_remaining > 1])
         budget = self._pace.budget(step.n_streams, len(prompts))
         budget = min(budget, self._n_batch - step.n_streams)
         for job, n in zip(prompts, share(budget, [job.n_to_do for job in prompts]), strict=True):
@@ -365,7 +365,7 @@ class Scheduler(Generic[P]):
                 step.n_prompt += n
         return step
 
-    def _by_turn(self, prompts: list[P]) -> list[P]:
+    def _prompts_by_turn(self, prompts: list[P]) -> list[P]:
         """Order prompts by tenant: first the one with the fewest tokens evaluated for its weight."""
         tenants = {job.tenant for job in prompts}
         if len(tenants) <= 1:

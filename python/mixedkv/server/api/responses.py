@@ -464,9 +464,9 @@ class _Answer(SentAnswer):
     ) -> None:
         self._body, self._job, self._sampling, self._is_kept = body, job, server.sampling, is_kept
         self._parts = chat.reader()
-        self._read: deque[list[Part]] = deque()  # events that have not been sent yet
+        self._unsent: deque[list[Part]] = deque()  # events that have not been sent yet
         self._outputs: list[_Output] = []
-        self._open: tuple[str, int] | None = None
+        self._open: tuple[str, int] | None = None  # kind and index of the last output while it grows
         self._n_events = 0
         self.id = new_id("resp")
         self._head = {
@@ -483,10 +483,10 @@ class _Answer(SentAnswer):
 
     def read(self, event: Delta | Done) -> None:
         """Read an event before it is sent."""
-        self._read.append(self._parts.feed(event.text, last=event.last))
+        self._unsent.append(self._parts.feed(event.text, last=event.last))
 
     def _new(self, event: Delta | Done) -> list[Part]:
-        return self._read.popleft() if self._read else self._parts.feed(event.text, last=event.last)
+        return self._unsent.popleft() if self._unsent else self._parts.feed(event.text, last=event.last)
 
     def whole(self, ends: list[Done]) -> dict[str, Any]:
         (end,) = ends
