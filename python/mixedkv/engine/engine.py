@@ -46,6 +46,8 @@ from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.start.checkpoints import CheckpointLimits
 from mixedkv.start.sequences import Reuse, SequencePool
+from mixedkv.start.sequences import Sequence as PoolSequence
+from mixedkv.tokens import Tokens
 
 log = logging.getLogger("mixedkv.engine")
 
@@ -388,6 +390,24 @@ class Engine:
     def call(self, function: Callable[[], _T]) -> Future[_T]:
         """Run a function on the engine's thread between two steps."""
         return self._inbox.call(function)
+
+    def drop_waiting(
+        self, seq: PoolSequence, tenant: str, tokens: Tokens, begin: int, end: int, most_cut: int = 0
+    ) -> Future[bool]:
+        """Drop tokens [begin, end) of a sequence that waits for its next job, between two steps. The rows
+        behind them move down, and keep what they had read of the dropped ones.
+
+        Args:
+            seq: where the job before left its rows.
+            tenant: whose rows they are.
+            tokens: that the sequence must have rows of.
+            most_cut: how many rows behind these may be taken away first.
+
+        Returns:
+            Whether it was done. False where the rows are not there, or cannot be moved and have gone now.
+        """
+        scheduler = self._scheduler
+        return self.call(lambda: scheduler.drop_waiting(seq, tenant, tokens, begin, end, most_cut))
 
     def drain(self, timeout: float, error: ClosedError | None = None) -> bool:
         """Refuse new jobs with `error`, wait for the others, and cancel those left after `timeout` seconds.

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 import numpy as np
@@ -122,6 +122,7 @@ class SplitClient:
             found = self.describe()
             self.n_ctx = int(found.n_ctx)
             self.max_rollback = min(int(found.max_rollback), int(found.max_hidden) - 1)
+            self.can_drop, self.sinks = bool(found.can_drop), int(found.sinks)
         except BaseException:
             self.close()
             raise
@@ -211,7 +212,11 @@ class SplitSession:
         self.text_tokens = list(tokens)
         self.n_kept = len(tokens)
         self.n_sent_bytes = self.n_received_bytes = self.n_resends = 0
-        self._hashes = [wire.first_hash(self._head.pair, client.precision)]  # of no token, one, ...
+        self._first = 0  # tokens right after the last drop: those before cannot be gone back to
+        self._hashes = [
+            wire.first_hash(self._head.pair, client.precision)
+        ]  # of `_first` tokens, one more, ...
+        self._drop: _Drop | None = None  # that the server has not confirmed
         self._dropped: list[int] = []  # of the text behind its sinks, so far
         for begin in range(0, len(tokens), _CHUNK):
             part = tokens[begin : begin + _CHUNK]
@@ -235,8 +240,8 @@ class SplitSession:
         Args:
             prompt: a text, token ids, or the messages of a chat.
             window: where prompt and answer reach the server's context, go on with their first `sinks` and
-                last `window` tokens, which are sent anew; 0 ends the answer there and refuses a longer
-                prompt.
+                last `window` tokens; 0 ends the answer there, and refuses a longer prompt. The server drops
+                the others and keeps the rows of these. One that cannot gets them sent anew.
             draft: where the last three tokens stood before, what followed them is sent along, up to so many
                 tokens: those that are right come without a round trip of their own. The server has a limit.
             **sampling: fields of `Sampling`.
@@ -322,17 +327,33 @@ class SplitSession:
         tokens, n = list(prompt), len(self._dropped)
         if n and len(tokens) >= self._client.n_ctx and tokens[sinks : sinks + n] == self._dropped:
             rest = tokens[:sinks] + tokens[sinks + n :]
-            least = max(len(self.tokens) - self._client.max_rollback, sinks + 1)
+            least = max(self._first, len(self.tokens) - self._client.max_rollback, sinks + 1)
             if least <= len(rest) and self.tokens[:least] == rest[:least]:
                 return rest
         self._dropped = []
         return tokens
 
     def _slide(self, tokens: list[int], sinks: int, window: int) -> list[int]:
-        """Return the first `sinks` and the last `window` tokens."""
+        """Return the first `sinks` and the last `window` tokens. If the server can drop those between them
+        and move its rows of those behind, the next message tells it to.
+        """
         end = len(tokens) - window
         self._dropped += tokens[sinks:end]
+        if self._client.can_drop and self._client.sinks <= sinks:
+            self._go_back(tokens, 1)
+            if self._drop is not None:  # the last answer ended before the server had confirmed it
+                self._forget()
+            if sinks < end < len(self.tokens):
+                self._drop_tokens(sinks, end)
         return [*tokens[:sinks], *tokens[end:]]
+
+    def _drop_tokens(self, begin: int, end: int) -> None:
+        """Drop tokens [begin, end) here; the next message says so to the server, until it has answered."""
+        n, before = len(self.tokens), self._hashes[-1]
+        self._drop = _Drop(n, before, begin, end)
+        self._hashes = [wire.hash_after_drop(before, begin, end)]
+        del self.tokens[begin:end]
+        self._first, self.n_kept = len(self.tokens), 0
 
     def _evaluate(self, tokens: list[int], n_hidden: int) -> Floats:
         """Return the hidden states of the last tokens, [n_hidden, width]."""
@@ -361,9 +382,9 @@ class SplitSession:
             return
         common = common_prefix(np.array(self.tokens, np.int32), np.array(tokens, np.int32))
         n_kept = min(common, len(tokens) - n_new)
-        if n_kept == 0 or n - n_kept > self._client.max_rollback:
+        if n_kept == 0 or n - n_kept > self._client.max_rollback or n_kept < self._first:
             self._forget()
-        del self.tokens[n_kept:], self._hashes[n_kept + 1 :]
+        del self.tokens[n_kept:], self._hashes[n_kept + 1 - self._first :]
         if n_kept < self.n_kept:
             self.n_kept = 0
 
@@ -374,23 +395,25 @@ class SplitSession:
         stream = self._open()
         chunk = max(1, min(_CHUNK, wire.MAX_MESSAGE_BYTES // (8 * self._head.width)))
         begin, sent = len(self.tokens), []
-        last_hash = self._hashes[-1]
+        last_hash, drop = self._hashes[-1], self._drop
         for end in [*range(begin + chunk, len(tokens) - n_hidden + 1, chunk), len(tokens)]:
             part = tokens[begin:end]
             data = wire.pack(self._head.embed(part), client.precision)
             stream.send(
                 pb.Vectors(
                     session=self._name,
-                    position=begin,
-                    running_hash=last_hash,
+                    position=begin if drop is None else drop.position,
+                    running_hash=last_hash if drop is None else drop.running_hash,
                     precision=client.precision,
                     n=len(part),
                     data=data,
                     n_hidden=n_hidden if end == len(tokens) else 0,
                     wrapped_key=wrapped_key,
+                    drop_begin=0 if drop is None else drop.begin,
+                    drop_end=0 if drop is None else drop.end,
                 )
             )
-            wrapped_key = b""
+            wrapped_key, drop = b"", None
             hashes = wire.next_hashes(last_hash, data, len(part))
             sent.append((part, hashes))
             begin, last_hash = end, hashes[-1]
@@ -401,6 +424,7 @@ class SplitSession:
             self._hashes += hashes
             if reply.position != len(self.tokens) or reply.running_hash != hashes[-1]:
                 raise ValueError("the server is out of step: this is a bug, please report it")
+            self._drop = None
         self.n_received_bytes += len(reply.data)
         return wire.unpack(reply.data, n_hidden, self._head.width, client.precision)
 
@@ -412,6 +436,9 @@ class SplitSession:
     def _forget(self, keep: bool = False) -> None:
         """Begin anew, or with `keep` from what was kept."""
         n = min(self.n_kept, len(self.tokens)) if keep else 0
+        if self._first:  # nothing is kept of rows that were moved
+            self._first, self._drop = 0, None
+            self._hashes = [wire.first_hash(self._head.pair, self._client.precision)]
         del self.tokens[n:], self._hashes[n + 1 :]
         self.n_kept = n
 
@@ -483,6 +510,15 @@ class SplitSession:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _Drop(NamedTuple):
+    """Tokens at positions [begin, end) that are to go from a session of `position` tokens."""
+
+    position: int
+    running_hash: bytes
+    begin: int
+    end: int
 
 
 class _Stream:

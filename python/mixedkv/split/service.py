@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import grpc
+import numpy as np
 
 from mixedkv.doors.keys import Keys
 from mixedkv.engine.batch.vector_job import VectorJob
@@ -67,6 +68,9 @@ class SplitService:
         self._max_streams, self._step_seconds, self._idle_seconds = max_streams, step_seconds, idle_seconds
         # of a mixed cache the F16 window must be what it was before
         self._max_rollback = min(wire.MAX_HIDDEN, engine.llm.kv.config.window.n_draft or wire.MAX_HIDDEN)
+        # where layers slide, rows that come near by a drop may have gone
+        self._can_drop = engine.pool.can_move and engine.pool.rule.sliding == 0
+        self._sinks = engine.pool.rule.window.sink_tokens
         self._streams: Counter[str] = Counter()
 
     # --- methods of the service ---
@@ -90,6 +94,8 @@ class SplitService:
                 max_hidden=wire.MAX_HIDDEN,
                 max_rollback=self._max_rollback,
                 public_key=self._kept.public_key if self._kept is not None else b"",
+                can_drop=self._can_drop,
+                sinks=self._sinks,
             )
 
     async def Evaluate(  # noqa: N802
@@ -167,9 +173,45 @@ class SplitService:
         """Evaluate the vectors of one message."""
         self._check(message)
         vectors = wire.unpack(message.data, message.n, self._part.width, message.precision)
+        if message.drop_begin or message.drop_end:
+            message = await self._drop(tenant, message)
         session, kept = await self._session(tenant, message)
         with _using(session):
             return await self._evaluate(tenant, message, vectors, session, kept)
+
+    async def _drop(self, tenant: str, message: pb.Vectors) -> pb.Vectors:
+        """Drop what a message asks for, unless the same message has come before; return the message that goes
+        on from there.
+
+        Raises:
+            _RefusedError: a stream is using the session, or the step before took too long.
+            RowsGoneError: the session is not known or stands elsewhere, or its rows have gone.
+            ValueError: the precision is another one than the session's.
+        """
+        after = wire.without_drop(message)
+        session = self._sessions.get(tenant, message.session)
+        if session is not None and session.busy:
+            raise _busy()
+        if session is not None and after.running_hash == session.hash_at(after.position):
+            return after
+        session = _known(session, message)
+        begin, end = message.drop_begin, message.drop_end
+        with _using(session), _within(self._step_seconds, "a step took more than"):
+            dropped = session.rows is not None and await asyncio.wrap_future(
+                self._engine.drop_waiting(
+                    session.rows,
+                    tenant,
+                    np.array(session.ids[: message.position], np.int32),
+                    begin,
+                    end,
+                    self._max_rollback,
+                )
+            )
+            if not dropped:
+                self._sessions.take(tenant, message.session)
+                raise RowsGoneError("the rows to move have gone")
+            session.drop(message.position, begin, end, after.running_hash)
+        return after
 
     async def _evaluate(
         self, tenant: str, message: pb.Vectors, vectors: wire.Vectors, session: Session, kept: Kept | None
@@ -215,12 +257,33 @@ class SplitService:
             raise ValueError(
                 f"n_hidden={message.n_hidden}: ask for {min(message.n, wire.MAX_HIDDEN)} at most"
             )
-        n_tokens = message.position + message.n
+        if message.drop_begin or message.drop_end:
+            self._check_drop(message)
+        n_tokens = message.position - (message.drop_end - message.drop_begin) + message.n
         if n_tokens >= self._engine.n_ctx:
             raise _RefusedError(
                 grpc.StatusCode.OUT_OF_RANGE,
                 f"position={message.position}, n={message.n}: that is {n_tokens} tokens, and a session can "
                 f"have {self._engine.n_ctx - 1}",
+            )
+
+    def _check_drop(self, message: pb.Vectors) -> None:
+        """Refuse to drop what cannot be dropped.
+
+        Raises:
+            ValueError: the rows of this model cannot be moved, or the range is empty, begins within the
+                sinks, or has the last token in it.
+        """
+        begin, end, position = message.drop_begin, message.drop_end, message.position
+        what = f"drop_begin={begin}, drop_end={end}"
+        if not self._can_drop:
+            raise ValueError(
+                f"{what}: this server cannot move rows (its Description has can_drop=false): send the tokens "
+                f"that stay again, from position 0"
+            )
+        if not self._sinks <= begin < end < position:
+            raise ValueError(
+                f"{what}: use sinks={self._sinks} <= drop_begin < drop_end < position={position}"
             )
 
     async def _session(self, tenant: str, message: pb.Vectors) -> tuple[Session, Kept | None]:
@@ -294,7 +357,7 @@ class SplitService:
         def let_go() -> None:
             if rows is not None and rows.paused and rows.tenant == tenant and rows.tokens == ids:
                 rows.paused = False
-                if forget:
+                if forget or rows.stitched:  # nobody else can use rows that were moved
                     self._engine.pool.drop(rows)
 
         if rows is not None:

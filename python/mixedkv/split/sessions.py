@@ -60,6 +60,13 @@ class Session:
         self.hashes += hashes
         self.ids = ids
 
+    def drop(self, position: int, begin: int, end: int, running_hash: bytes) -> None:
+        """Keep the first `position` tokens without those at [begin, end). There is no way back."""
+        self.ids = self.ids[:position]
+        del self.ids[begin:end]
+        self.hashes.clear()
+        self.hashes.append(running_hash)
+
 
 class Sessions:
     """All sessions, the latest used last. For one thread.

@@ -24,31 +24,31 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19mixedkv/split/split.proto\x12\x10mixedkv.split.v1\"0\n\x0f\x44\x65scribeRequest\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0c\n\x04pair\x18\x02 \x01(\t\"\xa3\x01\n\x0b\x44\x65scription\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0c\n\x04pair\x18\x02 \x01(\t\x12\r\n\x05width\x18\x03 \x01(\r\x12\r\n\x05n_ctx\x18\x04 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x05 \x01(\r\x12\x12\n\nmax_hidden\x18\x06 \x01(\r\x12\x14\n\x0cmax_rollback\x18\x07 \x01(\r\x12\x12\n\npublic_key\x18\x08 \x01(\x0c\"\xb2\x01\n\x07Vectors\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x14\n\x0crunning_hash\x18\x03 \x01(\x0c\x12.\n\tprecision\x18\x04 \x01(\x0e\x32\x1b.mixedkv.split.v1.Precision\x12\t\n\x01n\x18\x05 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\x12\x10\n\x08n_hidden\x18\x07 \x01(\r\x12\x13\n\x0bwrapped_key\x18\x08 \x01(\x0c\"I\n\x06Hidden\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x14\n\x0crunning_hash\x18\x02 \x01(\x0c\x12\t\n\x01n\x18\x03 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"[\n\x0bKeepRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x14\n\x0crunning_hash\x18\x03 \x01(\x0c\x12\x13\n\x0bwrapped_key\x18\x04 \x01(\x0c\"\x1d\n\tKeepReply\x12\x10\n\x08n_stored\x18\x01 \x01(\r\"5\n\rForgetRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x13\n\x0bwrapped_key\x18\x02 \x01(\x0c\"\r\n\x0b\x46orgetReply*8\n\tPrecision\x12\x19\n\x15PRECISION_UNSPECIFIED\x10\x00\x12\x07\n\x03\x46\x31\x36\x10\x01\x12\x07\n\x03\x46\x33\x32\x10\x02\x32\xa8\x02\n\x05Split\x12L\n\x08\x44\x65scribe\x12!.mixedkv.split.v1.DescribeRequest\x1a\x1d.mixedkv.split.v1.Description\x12\x43\n\x08\x45valuate\x12\x19.mixedkv.split.v1.Vectors\x1a\x18.mixedkv.split.v1.Hidden(\x01\x30\x01\x12\x42\n\x04Keep\x12\x1d.mixedkv.split.v1.KeepRequest\x1a\x1b.mixedkv.split.v1.KeepReply\x12H\n\x06\x46orget\x12\x1f.mixedkv.split.v1.ForgetRequest\x1a\x1d.mixedkv.split.v1.ForgetReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19mixedkv/split/split.proto\x12\x10mixedkv.split.v1\"0\n\x0f\x44\x65scribeRequest\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0c\n\x04pair\x18\x02 \x01(\t\"\xc4\x01\n\x0b\x44\x65scription\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0c\n\x04pair\x18\x02 \x01(\t\x12\r\n\x05width\x18\x03 \x01(\r\x12\r\n\x05n_ctx\x18\x04 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x05 \x01(\r\x12\x12\n\nmax_hidden\x18\x06 \x01(\r\x12\x14\n\x0cmax_rollback\x18\x07 \x01(\r\x12\x12\n\npublic_key\x18\x08 \x01(\x0c\x12\x10\n\x08\x63\x61n_drop\x18\t \x01(\x08\x12\r\n\x05sinks\x18\n \x01(\r\"\xd8\x01\n\x07Vectors\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x14\n\x0crunning_hash\x18\x03 \x01(\x0c\x12.\n\tprecision\x18\x04 \x01(\x0e\x32\x1b.mixedkv.split.v1.Precision\x12\t\n\x01n\x18\x05 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x06 \x01(\x0c\x12\x10\n\x08n_hidden\x18\x07 \x01(\r\x12\x13\n\x0bwrapped_key\x18\x08 \x01(\x0c\x12\x12\n\ndrop_begin\x18\t \x01(\r\x12\x10\n\x08\x64rop_end\x18\n \x01(\r\"I\n\x06Hidden\x12\x10\n\x08position\x18\x01 \x01(\r\x12\x14\n\x0crunning_hash\x18\x02 \x01(\x0c\x12\t\n\x01n\x18\x03 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"[\n\x0bKeepRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x14\n\x0crunning_hash\x18\x03 \x01(\x0c\x12\x13\n\x0bwrapped_key\x18\x04 \x01(\x0c\"\x1d\n\tKeepReply\x12\x10\n\x08n_stored\x18\x01 \x01(\r\"5\n\rForgetRequest\x12\x0f\n\x07session\x18\x01 \x01(\x0c\x12\x13\n\x0bwrapped_key\x18\x02 \x01(\x0c\"\r\n\x0b\x46orgetReply*8\n\tPrecision\x12\x19\n\x15PRECISION_UNSPECIFIED\x10\x00\x12\x07\n\x03\x46\x31\x36\x10\x01\x12\x07\n\x03\x46\x33\x32\x10\x02\x32\xa8\x02\n\x05Split\x12L\n\x08\x44\x65scribe\x12!.mixedkv.split.v1.DescribeRequest\x1a\x1d.mixedkv.split.v1.Description\x12\x43\n\x08\x45valuate\x12\x19.mixedkv.split.v1.Vectors\x1a\x18.mixedkv.split.v1.Hidden(\x01\x30\x01\x12\x42\n\x04Keep\x12\x1d.mixedkv.split.v1.KeepRequest\x1a\x1b.mixedkv.split.v1.KeepReply\x12H\n\x06\x46orget\x12\x1f.mixedkv.split.v1.ForgetRequest\x1a\x1d.mixedkv.split.v1.ForgetReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'mixedkv.split.split_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PRECISION']._serialized_start=713
-  _globals['_PRECISION']._serialized_end=769
+  _globals['_PRECISION']._serialized_start=784
+  _globals['_PRECISION']._serialized_end=840
   _globals['_DESCRIBEREQUEST']._serialized_start=47
   _globals['_DESCRIBEREQUEST']._serialized_end=95
   _globals['_DESCRIPTION']._serialized_start=98
-  _globals['_DESCRIPTION']._serialized_end=261
-  _globals['_VECTORS']._serialized_start=264
-  _globals['_VECTORS']._serialized_end=442
-  _globals['_HIDDEN']._serialized_start=444
-  _globals['_HIDDEN']._serialized_end=517
-  _globals['_KEEPREQUEST']._serialized_start=519
-  _globals['_KEEPREQUEST']._serialized_end=610
-  _globals['_KEEPREPLY']._serialized_start=612
-  _globals['_KEEPREPLY']._serialized_end=641
-  _globals['_FORGETREQUEST']._serialized_start=643
-  _globals['_FORGETREQUEST']._serialized_end=696
-  _globals['_FORGETREPLY']._serialized_start=698
-  _globals['_FORGETREPLY']._serialized_end=711
-  _globals['_SPLIT']._serialized_start=772
-  _globals['_SPLIT']._serialized_end=1068
+  _globals['_DESCRIPTION']._serialized_end=294
+  _globals['_VECTORS']._serialized_start=297
+  _globals['_VECTORS']._serialized_end=513
+  _globals['_HIDDEN']._serialized_start=515
+  _globals['_HIDDEN']._serialized_end=588
+  _globals['_KEEPREQUEST']._serialized_start=590
+  _globals['_KEEPREQUEST']._serialized_end=681
+  _globals['_KEEPREPLY']._serialized_start=683
+  _globals['_KEEPREPLY']._serialized_end=712
+  _globals['_FORGETREQUEST']._serialized_start=714
+  _globals['_FORGETREQUEST']._serialized_end=767
+  _globals['_FORGETREPLY']._serialized_start=769
+  _globals['_FORGETREPLY']._serialized_end=782
+  _globals['_SPLIT']._serialized_start=843
+  _globals['_SPLIT']._serialized_end=1139
 # @@protoc_insertion_point(module_scope)

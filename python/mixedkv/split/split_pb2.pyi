@@ -23,7 +23,7 @@ class DescribeRequest(_message.Message):
     def __init__(self, version: _Optional[int] = ..., pair: _Optional[str] = ...) -> None: ...
 
 class Description(_message.Message):
-    __slots__ = ("version", "pair", "width", "n_ctx", "max_message_bytes", "max_hidden", "max_rollback", "public_key")
+    __slots__ = ("version", "pair", "width", "n_ctx", "max_message_bytes", "max_hidden", "max_rollback", "public_key", "can_drop", "sinks")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PAIR_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,8 @@ class Description(_message.Message):
     MAX_HIDDEN_FIELD_NUMBER: _ClassVar[int]
     MAX_ROLLBACK_FIELD_NUMBER: _ClassVar[int]
     PUBLIC_KEY_FIELD_NUMBER: _ClassVar[int]
+    CAN_DROP_FIELD_NUMBER: _ClassVar[int]
+    SINKS_FIELD_NUMBER: _ClassVar[int]
     version: int
     pair: str
     width: int
@@ -40,10 +42,12 @@ class Description(_message.Message):
     max_hidden: int
     max_rollback: int
     public_key: bytes
-    def __init__(self, version: _Optional[int] = ..., pair: _Optional[str] = ..., width: _Optional[int] = ..., n_ctx: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_hidden: _Optional[int] = ..., max_rollback: _Optional[int] = ..., public_key: _Optional[bytes] = ...) -> None: ...
+    can_drop: bool
+    sinks: int
+    def __init__(self, version: _Optional[int] = ..., pair: _Optional[str] = ..., width: _Optional[int] = ..., n_ctx: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., max_hidden: _Optional[int] = ..., max_rollback: _Optional[int] = ..., public_key: _Optional[bytes] = ..., can_drop: _Optional[bool] = ..., sinks: _Optional[int] = ...) -> None: ...
 
 class Vectors(_message.Message):
-    __slots__ = ("session", "position", "running_hash", "precision", "n", "data", "n_hidden", "wrapped_key")
+    __slots__ = ("session", "position", "running_hash", "precision", "n", "data", "n_hidden", "wrapped_key", "drop_begin", "drop_end")
     SESSION_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     RUNNING_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +56,8 @@ class Vectors(_message.Message):
     DATA_FIELD_NUMBER: _ClassVar[int]
     N_HIDDEN_FIELD_NUMBER: _ClassVar[int]
     WRAPPED_KEY_FIELD_NUMBER: _ClassVar[int]
+    DROP_BEGIN_FIELD_NUMBER: _ClassVar[int]
+    DROP_END_FIELD_NUMBER: _ClassVar[int]
     session: bytes
     position: int
     running_hash: bytes
@@ -60,7 +66,9 @@ class Vectors(_message.Message):
     data: bytes
     n_hidden: int
     wrapped_key: bytes
-    def __init__(self, session: _Optional[bytes] = ..., position: _Optional[int] = ..., running_hash: _Optional[bytes] = ..., precision: _Optional[_Union[Precision, str]] = ..., n: _Optional[int] = ..., data: _Optional[bytes] = ..., n_hidden: _Optional[int] = ..., wrapped_key: _Optional[bytes] = ...) -> None: ...
+    drop_begin: int
+    drop_end: int
+    def __init__(self, session: _Optional[bytes] = ..., position: _Optional[int] = ..., running_hash: _Optional[bytes] = ..., precision: _Optional[_Union[Precision, str]] = ..., n: _Optional[int] = ..., data: _Optional[bytes] = ..., n_hidden: _Optional[int] = ..., wrapped_key: _Optional[bytes] = ..., drop_begin: _Optional[int] = ..., drop_end: _Optional[int] = ...) -> None: ...
 
 class Hidden(_message.Message):
     __slots__ = ("position", "running_hash", "n", "data")

@@ -93,5 +93,26 @@ def next_hashes(before: bytes, data: bytes, n: int) -> list[bytes]:
     return hashes
 
 
+def hash_after_drop(before: bytes, begin: int, end: int) -> bytes:
+    """Return the running hash of a session that has dropped the tokens at positions [begin, end).
+
+    Args:
+        before: the running hash of all tokens, those included.
+    """
+    # 29 bytes follow the hash; a vector has an even number of them, so no vector gives the same
+    return _hash(before + b"mixedkv.split.v1 drop" + begin.to_bytes(4, "little") + end.to_bytes(4, "little"))
+
+
+def without_drop(message: pb.Vectors) -> pb.Vectors:
+    """Return the message with which a session goes on that has dropped what this one asks for."""
+    after = pb.Vectors()
+    after.CopyFrom(message)
+    after.position -= message.drop_end - message.drop_begin
+    after.running_hash = hash_after_drop(message.running_hash, message.drop_begin, message.drop_end)
+    after.ClearField("drop_begin")
+    after.ClearField("drop_end")
+    return after
+
+
 def _hash(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=HASH_BYTES).digest()

@@ -54,6 +54,23 @@ def test_a_job_whose_rows_have_gone_fails_and_leaves_its_place() -> None:
     assert not desk.scheduler.waiting
 
 
+def test_only_the_rows_that_a_session_means_are_moved() -> None:
+    desk = Desk()
+    rows = _evaluate(desk, _job(40, 40)).rows
+    assert rows is not None
+    tokens, drop = np.arange(100, 140, dtype=np.int32), desk.scheduler.drop_waiting
+    for tenant, meant, most_cut in (
+        ("another", tokens, 0),
+        ("", tokens + 1, 0),
+        ("", np.append(tokens, 140).astype(np.int32), 0),  # more than there are
+        ("", tokens[:35], 4),  # five would have to go
+    ):
+        assert not drop(rows, tenant, meant, 4, 20, most_cut)
+        assert list(rows.tokens) == tokens.tolist()
+    desk.pool.drop(rows)
+    assert not drop(rows, "", tokens, 4, 20)
+
+
 def test_others_that_begin_alike_start_from_a_sessions_rows() -> None:
     desk = Desk()
     _evaluate(desk, _job(40, 40))

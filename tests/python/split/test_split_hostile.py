@@ -103,6 +103,13 @@ def _numbers(*values: float) -> bytes:
         ({"data": _numbers(float("inf"))}, Code.INVALID_ARGUMENT),
         ({"n_hidden": 4}, Code.INVALID_ARGUMENT),
         ({"n_hidden": 2**32 - 1}, Code.INVALID_ARGUMENT),
+        ({"drop_begin": 4, "drop_end": 5}, Code.INVALID_ARGUMENT),
+        ({"drop_begin": 1}, Code.INVALID_ARGUMENT),
+        ({"position": 9, "drop_end": 9}, Code.INVALID_ARGUMENT),
+        ({"position": 9, "drop_begin": 2**32 - 1, "drop_end": 2**32 - 1}, Code.INVALID_ARGUMENT),
+        ({"position": 9, "drop_begin": 4, "drop_end": 8}, Code.FAILED_PRECONDITION),
+        ({"position": 2**32 - 1, "drop_begin": 4, "drop_end": 8}, Code.OUT_OF_RANGE),
+        ({"position": 2**32 - 1, "drop_end": 2**32 - 2}, Code.FAILED_PRECONDITION),
         ({"position": 1}, Code.FAILED_PRECONDITION),
         ({"position": 2**32 - 1}, Code.OUT_OF_RANGE),
     ],
@@ -161,6 +168,8 @@ def _hostile(head: Head, rng: random.Random) -> pb.Vectors:
             [b"", rng.randbytes(3 * _WIDTH * 4), rng.randbytes(7), _numbers(1e30, -1e30)]
         ),
         "n_hidden": lambda: rng.choice([0, 3, 4, 64, 65, 2**32 - 1]),
+        "drop_begin": lambda: rng.choice([0, 1, 3, 4, 2**31, 2**32 - 1]),
+        "drop_end": lambda: rng.choice([0, 1, 2, 3, 999, 2**31, 2**32 - 1]),
         "wrapped_key": lambda: rng.randbytes(rng.choice([1, 79, 80, 4096])),
     }
     fields = {name: odd[name]() for name in rng.sample(sorted(odd), rng.randint(1, 3))}

@@ -36,6 +36,8 @@ def test_hashes_are_those_of_the_proto_file() -> None:
     for i, found in enumerate(wire.next_hashes(h, data, 3)):
         h = hashlib.blake2b(h + data[8 * i : 8 * i + 8], digest_size=16).digest()
         assert found == h
+    after = h + b"mixedkv.split.v1 drop" + bytes([4, 0, 0, 0, 2, 1, 0, 0])
+    assert wire.hash_after_drop(h, 4, 258) == hashlib.blake2b(after, digest_size=16).digest()
 
 
 @pytest.mark.parametrize("precision", [pb.F16, pb.F32])

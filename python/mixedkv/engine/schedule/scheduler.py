@@ -13,7 +13,7 @@ from mixedkv.engine.schedule.fair_queue import FairQueue, Limits, Service, unlim
 from mixedkv.engine.schedule.pacing import Pace, share
 from mixedkv.start.checkpoints import places
 from mixedkv.start.sequences import NO_MATCH, Sequence, SequenceMatch, SequencePool, is_better
-from mixedkv.tokens import common_prefix
+from mixedkv.tokens import Tokens, common_prefix
 
 log = logging.getLogger("mixedkv.engine")
 
@@ -436,6 +436,18 @@ class Scheduler(Generic[P]):
         else:
             self.pool.clear(seq)
         seq.gap = job.gap
+
+    def drop_waiting(
+        self, seq: Sequence, tenant: str, tokens: Tokens, begin: int, end: int, most_cut: int = 0
+    ) -> bool:
+        """Take tokens [begin, end) out of the rows of `tokens`, which wait for their next job. Up to
+        `most_cut` rows behind these are taken away first. Returns False where the rows have gone or cannot
+        be moved.
+        """
+        n = len(tokens)
+        if seq.common(tokens) < n or self.pool.go_back(seq, tenant, n, most_cut).n < n:
+            return False
+        return self._close_gap(seq, begin, end)
 
     def _close_gap(self, seq: Sequence, begin: int, end: int) -> bool:
         """Close a gap in a sequence, with room for copies of the rows that it shares."""
