@@ -1,4 +1,4 @@
-// F16 rows that are fewer than the windows of all sequences would take: the sequences share pages. See docs/decisions/014, 074.
+// F16 rows that are fewer than the windows of all sequences would take: the sequences share pages. See docs/decisions/014.
 
 #include "cache/hot-slots.h"
 

@@ -3,7 +3,7 @@
 // In which order attention reads the keys of a stream in a step: by sequence and position, wherever their rows lie.
 //
 // A key has its place in a block of 64 positions whether its row is in the ubatch, in a slot of the ring or in any cell. So neither
-// how a prompt is cut into batches nor what else the cache holds changes a bit of what attention computes (docs/decisions/086).
+// how a prompt is cut into batches nor what else the cache holds changes a bit of what attention computes (docs/decisions/049).
 // Nothing of llama.cpp is needed here.
 
 #include "attention/attention.h"

@@ -37,7 +37,6 @@ def test_the_files_that_pages_name_are_there() -> None:
     missing = [
         f"{page.relative_to(REPOSITORY)}: {path}"
         for page in pages
-        if page.parent.name != "decisions"  # these tell of what was
         for path in named.findall(page.read_text("utf-8"))
         if not (REPOSITORY / path).is_file()
     ]
