@@ -92,7 +92,7 @@ set_kernel(const convert_problem p, stored_type type) {
     }
     const auto * from = reinterpret_cast<const float *>(p.plain.data + row * p.plain.row) + 64 * block;
     const float  x[2] = { from[lane()], from[lane() + warp_size] };
-    write_head(type, const_cast<char *>(p.stored.data) + p.numbers.get(0, row) * p.stored.row, block, x);
+    write_head(type, false, const_cast<char *>(p.stored.data) + p.numbers.get(0, row) * p.stored.row, block, x);
 }
 
 } // namespace cuda

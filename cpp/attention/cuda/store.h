@@ -1,9 +1,10 @@
 // Stores K and V of a micro-batch: scaled, rotated, in the type of the cold rows, and rounded to F16 for the ring. The
-// same bits as llama.cpp's own conversions, and in lm4 and tc3 (store_levels.h) those of the CPU, but for numbers that
-// F16 cannot hold: they become its largest, as on the CPU.
+// same bits as on a CPU that rounds products by themselves (x86-64): of Q4_0 and Q5_0 those of least_error.cpp where
+// there is a ring, and llama.cpp's where there is none. Numbers that F16 cannot hold become its largest.
 
 #pragma once
 
+#include "attention/least_error.h"
 #include "problem.h"
 #include "store_levels.h"
 
@@ -64,34 +65,75 @@ struct q8_0_writer {
     }
 };
 
-struct q4_0_writer {
-    static constexpr int units = 1, block_bytes = 18;
+MIXEDKV_DEVICE float sum_by_halves(float x) {
+#pragma unroll
+    for (int h = warp_size / 2; h > 0; h /= 2) {
+        x = exact_sum(x, shuffle_xor(x, h));
+    }
+    return x;
+}
 
-    MIXEDKV_DEVICE void write(char * unit, const float * block) {
-        const float x = *block;
-        const float d = warp_extreme(x) / -8.0f;
-        const int   q = min_of(15, int(x * (d != 0.0f ? 1.0f / d : 0.0f) + 8.5f));
-        write_nibbles(unit + 2, q);
+// x / scale, rounded
+template <class Integers>
+MIXEDKV_DEVICE float to_block_integer(float x, float inverse) {
+    const float y = exact_product(inverse, x);
+    return rintf(y < float(Integers::high) ? y : float(Integers::high));
+}
+
+// Returns the lane's integer, from 0 on, and stores the scale of the block.
+template <class Integers, bool least_error>
+MIXEDKV_DEVICE int store_scale(char * unit, float x) {
+    if constexpr (!least_error) {
+        const float d = warp_extreme(x) / float(Integers::low);
         if (lane() == 0) {
             store_half(unit, d);
         }
+        const int most = Integers::high - Integers::low;
+        return min_of(most, int(x * (d != 0.0f ? 1.0f / d : 0.0f) + (0.5f - float(Integers::low))));
+    }
+    const float most = warp_max(max_of(x, 0.0f)), least = warp_max(max_of(-x, 0.0f));
+    const float largest = most > least ? most : -least;
+
+    float inverse = 0.0f, scale = exact_quotient(largest, float(Integers::low)), gain = 0.0f;
+    const float tries[] = { Integers::first, Integers::second, Integers::third, Integers::fourth };
+#pragma unroll
+    for (const float integer : tries) {
+        const float i = exact_quotient(integer, largest), q = to_block_integer<Integers>(x, i);
+        const float xy = sum_by_halves(exact_product(q, x)), yy = sum_by_halves(q * q);
+        const float g = exact_quotient(exact_product(xy, xy), yy);
+        if (g > gain) {
+            gain    = g;
+            scale   = exact_quotient(xy, yy);
+            inverse = i;
+        }
+    }
+    if (lane() == 0) {
+        store_half(unit, scale);
+    }
+    return int(to_block_integer<Integers>(x, inverse)) - Integers::low;
+}
+
+template <bool least_error>
+struct q4_0_writer {
+    static constexpr int units = 1, block_bytes = q4_0_integers::bytes;
+
+    MIXEDKV_DEVICE void write(char * unit, const float * block) {
+        write_nibbles(unit + 2, store_scale<q4_0_integers, least_error>(unit, *block));
     }
 };
 
+template <bool least_error>
 struct q5_0_writer {
-    static constexpr int units = 1, block_bytes = 22;
+    static constexpr int units = 1, block_bytes = q5_0_integers::bytes;
 
     MIXEDKV_DEVICE void write(char * unit, const float * block) {
-        const float x = *block;
-        const float d = warp_extreme(x) / -16.0f;
-        const int   q = min_of(31, int(x * (d != 0.0f ? 1.0f / d : 0.0f) + 16.5f));
+        const int q = store_scale<q5_0_integers, least_error>(unit, *block);
         write_nibbles(unit + 6, q);
         uint32_t fifths = uint32_t(q >> 4 & 1) << lane();
         for (int h = 1; h < warp_size; h *= 2) {
             fifths |= shuffle_xor(fifths, h);
         }
         if (lane() == 0) {
-            store_half(unit, d);
             store_u16(unit + 2, fifths);
             store_u16(unit + 4, fifths >> 16);
         }
@@ -122,7 +164,7 @@ MIXEDKV_DEVICE void write_blocks(char * to, int head, const float (&x)[n]) {
 }
 
 template <int n>
-MIXEDKV_DEVICE void write_head(stored_type type, char * to, int head, const float (&x)[n]) {
+MIXEDKV_DEVICE void write_head(stored_type type, bool least_error, char * to, int head, const float (&x)[n]) {
     if constexpr (n % 2 == 0) {
         if (type == stored_type::lm4) {
             return write_blocks<lm4_writer>(to, head, x);
@@ -136,9 +178,9 @@ MIXEDKV_DEVICE void write_head(stored_type type, char * to, int head, const floa
     } else if (type == stored_type::q8_0) {
         write_blocks<q8_0_writer>(to, head, x);
     } else if (type == stored_type::q5_0) {
-        write_blocks<q5_0_writer>(to, head, x);
+        least_error ? write_blocks<q5_0_writer<true>>(to, head, x) : write_blocks<q5_0_writer<false>>(to, head, x);
     } else {
-        write_blocks<q4_0_writer>(to, head, x);
+        least_error ? write_blocks<q4_0_writer<true>>(to, head, x) : write_blocks<q4_0_writer<false>>(to, head, x);
     }
 }
 
@@ -165,7 +207,7 @@ MIXEDKV_DEVICE void store_head(const store_rows & s, stored_type type, int token
             f16[i * warp_size + lane()] = float_to_half_bits(x[i]);
         }
     }
-    write_head(type, s.cold + s.cold_rows[token] * s.cold_row, head, x);
+    write_head(type, f16 != nullptr, s.cold + s.cold_rows[token] * s.cold_row, head, x);
 }
 
 // Grid: tokens, heads of K and V by store_warps. Block: store_warps warps, of which each has a head.

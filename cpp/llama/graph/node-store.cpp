@@ -98,8 +98,9 @@ static void store_token(ggml_tensor * dst, const llama_kv_node & node, int i, in
         x = change_basis(row, scales, rotation);
     }
 
-    // as SET_ROWS does it
-    llama_kv_row_writer(cold->type)(x, (char *) cold->data + cell*cold->nb[1], n);
+    // without a window the cache has the rows of llama.cpp's own, as SET_ROWS writes them
+    const auto write = node.has_ring ? llama_kv_row_writer_of_least_error(cold->type) : llama_kv_row_writer(cold->type);
+    write(x, (char *) cold->data + cell*cold->nb[1], n);
 }
 
 static void store_compute(ggml_tensor * dst, int ith, int nth, void * userdata) {

@@ -1,5 +1,6 @@
 #include "rows/convert.h"
 
+#include "attention/least_error.h"
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
 #include "llama-model.h"
@@ -61,6 +62,14 @@ ggml_from_float_t llama_kv_row_writer(ggml_type type) {
         return reinterpret_cast<decltype(ggml_get_type_traits_cpu) *>(address);
     }();
     return traits(type)->from_float;
+}
+
+ggml_from_float_t llama_kv_row_writer_of_least_error(ggml_type type) {
+    switch (type) {
+        case GGML_TYPE_Q4_0: return mixedkv::q4_0_from_float;
+        case GGML_TYPE_Q5_0: return mixedkv::q5_0_from_float;
+        default:             return llama_kv_row_writer(type);
+    }
 }
 
 void llama_kv_rows_rotate(float * x, int64_t n_total, int64_t n) {

@@ -26,6 +26,9 @@ bool llama_kv_row_is_finite(ggml_type type, const void * data, int64_t n);
 // nothing can be linked with.
 ggml_from_float_t llama_kv_row_writer(ggml_type type);
 
+// Of Q4_0 and Q5_0 the function that finds the scales of least error, else the one above
+ggml_from_float_t llama_kv_row_writer_of_least_error(ggml_type type);
+
 // a row of the cache: its type, the edge of the Hadamard blocks that it is rotated by, 0: none, what it was multiplied by
 // before that, nullptr: nothing, and whether the biases that cold rows lack were taken from it first of all
 struct llama_kv_row_format {

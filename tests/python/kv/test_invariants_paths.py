@@ -55,11 +55,11 @@ def test_fused_and_merged_agree(open_pair, has_fused: bool, name: str, types: tu
     kv = KV.with_(k=types[0], v=types[0] if name == "deepseek2" else types[1])
     il = zoo.SHAPES[name].kv_layers[-1]
     tokens = prompt(N + 20)
-    out = []
-    for how in ("fused", "merged"):
-        ctx, _ = open_pair(name, il, kv.with_(attention=how), n_ubatch=64)
-        out.append(np.concatenate([ctx.decode(tokens[:N])] + [ctx.decode([t]) for t in tokens[N:]]))
-    assert worst(*out) < TOL_MERGED
+    both = [open_pair(name, il, kv.with_(attention=how), n_ubatch=64)[0] for how in ("fused", "merged")]
+    both[0].decode(tokens[:N])
+    both[1].load(both[0].save())  # of the same stored rows: merged stores Q4_0 in other scales
+    out = [[ctx.decode(tokens[N:-9]), *(ctx.decode([t]) for t in tokens[-9:])] for ctx in both]
+    assert worst(*map(np.concatenate, out)) < TOL_MERGED
 
 
 @pytest.mark.parametrize("types", ["f16", "q8_0", "q4_0"])

@@ -156,7 +156,7 @@ def test_what_the_real_models_are(real_model: Path, real_model_gemma: Path) -> N
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("model", (SMOLLM2, GEMMA3), ids=lambda model: model.name)
+@pytest.mark.parametrize("model", [SMOLLM2, GEMMA3], ids=lambda model: model.name)
 def test_packages_hold_what_is_said_of_them(
     model: PackagedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

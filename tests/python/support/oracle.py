@@ -102,8 +102,48 @@ def _best_paths(y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return index, least
 
 
-def stored(x: np.ndarray, kind: str) -> np.ndarray:
-    """x [n_head, head] as it comes back from a cache of type `kind`; rows are quantised over all heads."""
+# of Q4_0 and Q5_0: the greatest integer, and what the largest element becomes in the scales that are tried
+INTEGERS = {"q4_0": (7, [-8.45, -8.1, -7.7, -7.1]), "q5_0": (15, [-16.45, -15.9, -15.1, -14.0])}
+
+
+def least_error(x: np.ndarray, kind: str, margin: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+    """x [n, 32] F32 as attention=fused stores it in Q4_0 or Q5_0: in the scale of least error.
+
+    Returns:
+        The values, and for each block whether another integer or scale was within `margin` steps.
+    """
+    high, tries = INTEGERS[kind]
+    most, least = x.max(axis=1, initial=0), (-x).max(axis=1, initial=0)
+    largest = np.where(most > least, most, -least)[:, None, None]
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        inverse = np.array(tries, np.float32)[:, None] / largest  # [n, tries, 1]
+        y = np.nan_to_num(inverse * x[:, None], nan=high)
+        integers = np.rint(np.minimum(y, high))
+        xy, yy = _sum_by_halves(integers * x[:, None]), _sum_by_halves(integers * integers)
+        gains = np.nan_to_num(xy * xy / yy)
+        best = gains.argmax(axis=1)[:, None]
+        scale = np.where(gains.max(axis=1, keepdims=True) > 0, np.take_along_axis(xy / yy, best, 1), 0)
+    values = np.take_along_axis(integers, best[..., None], 1)[:, 0] * scale.astype(np.float16).astype(float)
+    y = np.take_along_axis(np.minimum(y, high), best[..., None], 1)[:, 0]
+    second = np.sort(gains, axis=1)[:, -2]
+    close = (np.abs(y + 0.5 - np.round(y + 0.5)) < margin).any(axis=1)
+    return values, close | (second > (1 - margin / 100) * gains.max(axis=1))
+
+
+def _sum_by_halves(x: np.ndarray) -> np.ndarray:
+    """Sums over the last axis, of 32, in the order of the kernels."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]
+
+
+def stored(x: np.ndarray, kind: str, fused: bool = False) -> np.ndarray:
+    """x [n_head, head] as it comes back from a cache of type `kind`; rows are quantised over all heads.
+
+    Args:
+        fused: attention=fused has stored it, not llama.cpp's SET_ROWS.
+    """
     if kind == "f32":
         return x.astype(np.float32).astype(np.float64)
     if kind == "f16":
@@ -113,6 +153,8 @@ def stored(x: np.ndarray, kind: str) -> np.ndarray:
         return lm4(flat.reshape(-1, 64)).reshape(x.shape)
     if kind == "tc3":
         return tc3(flat.reshape(-1, 64)).reshape(x.shape)
+    if fused and kind in INTEGERS:
+        return least_error(flat.reshape(-1, 32), kind)[0].reshape(x.shape)
     return (
         gguf.quants.dequantize(gguf.quants.quantize(flat, QUANTS[kind]), QUANTS[kind])
         .reshape(x.shape)
@@ -120,11 +162,11 @@ def stored(x: np.ndarray, kind: str) -> np.ndarray:
     )
 
 
-def on_a_step(x: np.ndarray, margin: float = 1e-4) -> bool:
-    """Whether an element lies within `margin` steps of where Q4_0 (quantize_row_q4_0_ref) changes its
-    level.
-    """
+def on_a_step(x: np.ndarray, fused: bool, margin: float = 1e-4) -> bool:
+    """Whether an element lies within `margin` steps of where Q4_0 changes its level."""
     blocks = x.reshape(-1, 32)
+    if fused:
+        return bool(least_error(blocks.astype(np.float32), "q4_0", margin)[1].any())
     top = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1, keepdims=True), axis=1)
     level = blocks / (top / -8) + 8.5
     return bool((np.abs(level - np.round(level)) < margin).any())
@@ -180,6 +222,7 @@ class Oracle:
         self.rot_k = (
             next(n for n in (256, 128, 64, 1) if head % n == 0) if kv.k in QUANTISED and head % 64 == 0 else 0
         )
+        self.fused = isinstance(kv, Mixed) and kv.attention != "merged" and kv.slots > 0  # what stores rows
         self.scales = np.ones((1, head))  # of K, as the cache has them
         self.rot_v = 64 if kv.v in QUANTISED and head % 64 == 0 else 0
 
@@ -224,7 +267,8 @@ class Oracle:
 
     def _new_row(self, x: np.ndarray, pos: int, seqs: Sequence[int]) -> Row:
         k, v = self._new_kv(x, pos)
-        hot, cold = (stored(k, "f16"), stored(v, "f16")), (stored(k, self.kv.k), stored(v, self.kv.v))
+        hot = stored(k, "f16"), stored(v, "f16")
+        cold = stored(k, self.kv.k, self.fused), stored(v, self.kv.v, self.fused)
         return Row(pos, set(seqs), True, *hot, *cold)
 
     def _turned(self, k: np.ndarray, pos: int) -> np.ndarray:
@@ -279,7 +323,7 @@ class Oracle:
         """The tokens; one whose row has an element next to a step is exchanged for the next that has none."""
         out = []
         for token, pos in zip(tokens, positions, strict=True):
-            while any(on_a_step(x) for x, kind in self._unrounded(token, pos) if kind == "q4_0"):
+            while any(on_a_step(x, self.fused) for x, kind in self._unrounded(token, pos) if kind == "q4_0"):
                 token = 3 + (token - 2) % 256
             out.append(token)
         return out

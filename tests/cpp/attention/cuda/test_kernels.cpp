@@ -3,6 +3,7 @@
 
 #include "../support.h"
 #include "attention/cuda/launch.h"
+#include "attention/least_error.h"
 #include "attention/lm4.h"
 #include "attention/tc3.h"
 
@@ -11,9 +12,13 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
+#include <map>
 #include <string>
 #include <vector>
 
+using mixedkv::q4_0_from_float;
+using mixedkv::q5_0_from_float;
 using mixedkv::row_type;
 using namespace mixedkv::cuda;
 
@@ -228,14 +233,14 @@ bool is_near(row_type type, const std::vector<double> & got, const std::vector<d
     for (size_t i = 0; i < want.size(); i++) {
         error += (got[i] - want[i]) * (got[i] - want[i]);
         square += want[i] * want[i];
-        // the largest element of a block of nibbles is exact, and what is opposite to it may be a step off
+        // a scale is rounded to F16; what is opposite to the largest of a block of nibbles may be more than a step off
         if (!has_levels(type) &&
-            !(std::fabs(got[i] - want[i]) <= (type == row_type::q8_0 ? 0.51 : 1.01) * scale[i] + 1e-3)) {
+            !(std::fabs(got[i] - want[i]) <= (type == row_type::q8_0 ? 0.54 : 1.8) * scale[i] + 1e-3)) {
             return false;
         }
     }
     return error <= (type == row_type::lm4   ? 0.05
-                     : type == row_type::tc3 ? 0.15
+                     : type == row_type::tc3 ? 0.2
                                              : 1.0) *
                         square; // bits are compared elsewhere
 }
@@ -305,6 +310,7 @@ struct stored_rows {
 void store(test::rng & r, int d) {
     stored_rows s(r, d, 1 + r.below(5), r.pick(types_for(d)), r.pick(types_for(d)));
     const int   n = s.n();
+    s.p.f16       = r.chance(0.7) ? s.p.f16 : nullptr; // without a ring in llama.cpp's own scales
     s.run();
     for (int token = 0; token < s.n_tokens; token++) {
         for (int side = 0; side < 2; side++) {
@@ -315,7 +321,7 @@ void store(test::rng & r, int d) {
             want = s.side(side).rotation ? test::rotated(want, s.side(side).rotation) : want;
             open_row(s.types[side], s.row(side, token), n, got, scale);
             bool ok = is_near(s.types[side], got, want, scale);
-            for (int i = 0; i < n; i++) {
+            for (int i = 0; s.p.f16 && i < n; i++) {
                 const double hot = test::from_half(s.f16[(token * 2 + side) * n + i]);
                 ok &= std::fabs(hot - want[i]) <= std::fabs(want[i]) / 1024 + 1e-5;
             }
@@ -327,16 +333,16 @@ void store(test::rng & r, int d) {
     }
 }
 
-// Rows of lm4 and tc3 are those of a CPU bit by bit, whatever is in them.
+// Rows are those of a CPU bit by bit, whatever is in them.
 void store_same_bits(test::rng & r, int d) {
-    stored_rows s(r, d, 2, row_type::lm4, row_type::tc3);
-    if (r.chance(0.5)) {
-        std::swap(s.types[0], s.types[1]);
-        std::swap(s.cold[0], s.cold[1]);
-        s.p.k.cold_row = int64_t(s.row_bytes(0)), s.p.v.cold_row = int64_t(s.row_bytes(1));
-        s.p.k.cold = reinterpret_cast<char *>(s.cold[0].data()),
-        s.p.v.cold = reinterpret_cast<char *>(s.cold[1].data());
-    }
+    const std::map<row_type, void (*)(const float *, void *, int64_t)> writers = {
+        { row_type::lm4, lm4_from_float },
+        { row_type::tc3, tc3_from_float },
+        { row_type::q4_0, q4_0_from_float },
+        { row_type::q5_0, q5_0_from_float },
+    };
+    const auto  pick = [&] { return std::next(writers.begin(), r.below(int(writers.size())))->first; };
+    stored_rows s(r, d, 2, pick(), pick());
     s.p.k.rotation = s.p.v.rotation = 0; // what is stored is what came, times its scale
     const int   kind                = r.below(6);
     const float size                = std::exp2(float(r.below(40) - 26));
@@ -358,10 +364,10 @@ void store_same_bits(test::rng & r, int d) {
                 x[i] = std::clamp(x[i] * (side == 0 ? s.scales[i] : 1.0f), -65504.0f, 65504.0f);
             }
             std::vector<uint8_t> want(s.row_bytes(side));
-            (s.types[side] == row_type::lm4 ? lm4_from_float : tc3_from_float)(x.data(), want.data(), s.n());
+            writers.at(s.types[side])(x.data(), want.data(), s.n());
             if (std::memcmp(want.data(), s.row(side, token), want.size()) != 0) {
-                std::printf("FAIL %s: not the bits of a CPU, kind %d, size %g, heads of %d\n",
-                            s.types[side] == row_type::lm4 ? "lm4" : "tc3", kind, size, d);
+                std::printf("FAIL type %d: not the bits of a CPU, kind %d, size %g, heads of %d\n", int(s.types[side]),
+                            kind, size, d);
                 failures++;
             }
         }

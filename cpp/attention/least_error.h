@@ -1,0 +1,27 @@
+// Rows of Q4_0 and Q5_0 in the scales of least squared error. ggml gives the largest element of a block the largest
+// integer; of rotated rows, which are near Gaussian, a scale a little off that has .89 of the error, in the same
+// blocks.
+
+#pragma once
+
+#include <cstdint>
+
+namespace mixedkv {
+
+// The integers of a block, and what its largest element becomes in the scales that are tried, before it is rounded:
+// never less than `low`. Four leave 1% more of the error than all would.
+struct q4_0_integers {
+    static constexpr int   low = -8, high = 7, bytes = 18;
+    static constexpr float first = -8.45f, second = -8.1f, third = -7.7f, fourth = -7.1f;
+};
+
+struct q5_0_integers {
+    static constexpr int   low = -16, high = 15, bytes = 22;
+    static constexpr float first = -16.45f, second = -15.9f, third = -15.1f, fourth = -14.0f;
+};
+
+// n: elements, a multiple of 32. The same bits on every machine that rounds products by themselves (x86-64).
+void q4_0_from_float(const float * x, void * row, int64_t n);
+void q5_0_from_float(const float * x, void * row, int64_t n);
+
+} // namespace mixedkv
