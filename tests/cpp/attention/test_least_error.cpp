@@ -58,7 +58,7 @@ struct tests {
 
     std::vector<float> stored(const std::vector<float> & x) const { return rows.unpack(rows.pack(x)); }
 
-    // Of Gaussian rows .89 of ggml's error. Rows of another kind lose nothing.
+    // Of Gaussian rows .9 of ggml's error. Rows of another kind lose nothing.
     void less_error_than_ggml() const {
         test::rng r(1);
         for (const float size : { 1e-3f, 1.0f, -1.0f, 3e3f }) {
@@ -69,9 +69,18 @@ struct tests {
                 }
                 std::vector<float> plain(x.size());
                 plain_from_float<Integers>(x.data(), plain);
-                CHECK(error_of(x, stored(x)) <= (kind == 0 ? 0.9 : 1.0) * error_of(x, plain) + 1e-12);
+                CHECK(error_of(x, stored(x)) <= (kind == 0 ? 0.93 : 1.0) * error_of(x, plain) + 1e-12);
             }
         }
+    }
+
+    // Whether they are stored again as before, or as ggml does it
+    void stored_rows_stay() const {
+        const std::vector<float> x = stored(test::gauss(1 << 13, 1.0f));
+        CHECK(stored(x) == x);
+        std::vector<float> plain(x.size());
+        plain_from_float<Integers>(x.data(), plain);
+        CHECK(plain == x);
     }
 
     void integers_come_back() const {
@@ -108,6 +117,7 @@ struct tests {
 
     void run() const {
         less_error_than_ggml();
+        stored_rows_stay();
         integers_come_back();
         rows_that_no_model_has();
     }

@@ -103,7 +103,7 @@ def _best_paths(y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 # of Q4_0 and Q5_0: the greatest integer, and what the largest element becomes in the scales that are tried
-INTEGERS = {"q4_0": (7, [-8.45, -8.1, -7.7, -7.1]), "q5_0": (15, [-16.45, -15.9, -15.1, -14.0])}
+INTEGERS = {"q4_0": (7, [-8.45, -8.15, -7.85, -7.55]), "q5_0": (15, [-16.45, -16.15, -15.85, -15.55])}
 
 
 def least_error(x: np.ndarray, kind: str, margin: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
