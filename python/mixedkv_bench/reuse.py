@@ -242,7 +242,7 @@ def _row(
             "workload": workload,
             "donor": donor,
             "method": method.repair if method else "full",
-            "ratio": method.share if method else 0.0,
+            "ratio": float(np.mean([reuse.ratio for reuse in each.reuses])) if method else 0.0,
             "overlap_k": method.overlap if method else 0,
             "n_cases": n,
             "n_prompt": int(np.median([reuse.n_tokens for reuse in each.reuses])),

@@ -232,7 +232,7 @@ class ChunkCache:
             n_new=len(tokens) - n_cached - sum(len(segment) for segment, _ in rows),
             n_evaluated=n_evaluated,
             method=method.repair if rows else "none",
-            ratio=method.share if rows else 0.0,
+            ratio=method.share_of(len(tokens)) if rows else 0.0,
             donors=tuple(_use(segment) for segment, _ in rows),
             seconds=0.0,
             reason=self._gate.closed if reuse == "chunks" else "",

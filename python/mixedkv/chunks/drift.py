@@ -43,7 +43,7 @@ _FAR = 1024  # tokens before a piece whose changes are used for it
 # changes rows of other layers by their own size and more. Of those that are not corrected the first tokens of
 # a passage are looked at.
 _FIRST_K, _FIRST_V, _OTHER = 0.16, 0.6, 3.0
-_FIRST_PIECE, _GROWTH, _LOOKED_AT = 128, 4, 32
+_FIRST_PIECE, _GROWTH, _LOOKED_AT = 256, 4, 32
 _KEPT_AS_THEY_ARE = 1 / 2  # of the layers, the first ones: their rows carry little of the error
 _LEAST = 8  # fewest evaluated rows that allow a conclusion about a passage
 

@@ -15,6 +15,9 @@ Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 
 _RATIOS: dict[Repair, float] = {"none": 0.0, "seam": 0.0, "cacheblend": 0.15, "query": 0.15}
+# What has to be evaluated of any prompt is less of a long one. With each hundred tokens beyond the first
+# thousand "query" evaluates a hundredth more, and all of it stays at half of a cold prompt.
+_SHORT, _MOST = 1000, 0.25
 _LOOKED_AT = 1.0  # weight of a token's attention beside its worth without any
 _ROUNDS = 60  # some ten are enough
 _OVERLAPS: dict[Repair, int] = {"none": 0, "seam": 16, "cacheblend": 0, "query": 4}
@@ -31,7 +34,8 @@ class Method:
             arXiv:2405.16444). "query": tokens near the beginning of each segment, and those that the question
             (as in ProphetKV, arXiv:2602.02579) and the first tokens of an answer look at, some of every part;
             the other rows are moved by what changed in these.
-        ratio: share of the reused tokens that "cacheblend" and "query" choose. None: 0.15.
+        ratio: share of the reused tokens that "cacheblend" and "query" choose. None: 0.15, of "query" 0.15 to
+            0.25 by the length of the prompt.
         overlap_k: None: 4 for "query", 16 for "seam".
 
     Raises:
@@ -45,24 +49,27 @@ class Method:
     def __post_init__(self) -> None:
         if self.repair not in REPAIRS:
             raise ValueError(f"repair={self.repair!r}: use one of {', '.join(REPAIRS)}")
-        ratio = _RATIOS[self.repair] if self.ratio is None else self.ratio
+        ratio = self.ratio
         overlap = _OVERLAPS[self.repair] if self.overlap_k is None else self.overlap_k
-        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
-            raise ValueError(f"ratio={ratio!r}: use a number from 0 to 1")
+        if ratio is not None:
+            if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
+                raise ValueError(f"ratio={ratio!r}: use a number from 0 to 1")
+            object.__setattr__(self, "ratio", float(ratio))
         if isinstance(overlap, bool) or not isinstance(overlap, int) or not 0 <= overlap <= 1024:
             raise ValueError(f"overlap_k={overlap!r}: use a whole number from 0 to 1024")
-        object.__setattr__(self, "ratio", float(ratio))
         object.__setattr__(self, "overlap_k", overlap)
 
     def __str__(self) -> str:
         if self.repair in ("none", "seam"):
             return self.repair if self.repair == "none" else f"seam {self.overlap}+{self.overlap}"
-        return f"{self.repair} {100 * self.share:g}%"
+        return self.repair if self.ratio is None else f"{self.repair} {100 * self.ratio:g}%"
 
-    @property
-    def share(self) -> float:
-        assert self.ratio is not None
-        return self.ratio
+    def share_of(self, n: int) -> float:
+        """Return the share of the reused tokens of a prompt of `n` tokens that is evaluated again."""
+        if self.ratio is not None:
+            return self.ratio
+        least = _RATIOS[self.repair]
+        return min(_MOST, least + max(0, n - _SHORT) / 10_000) if self.repair == "query" else least
 
     @property
     def overlap(self) -> int:

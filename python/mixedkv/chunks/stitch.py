@@ -63,7 +63,8 @@ class Stitch:
         self._reused = covered(self._segments, len(tokens))
         self.kept = np.zeros(len(tokens), np.bool_)
         self._work = 0.0
-        self.n_left = len(tokens) - n_exact - round((1 - method.share) * int(self._reused.sum()))
+        self._share = method.share_of(len(tokens))
+        self.n_left = len(tokens) - n_exact - round((1 - self._share) * int(self._reused.sum()))
         self._size = 0
         self._steps = self._run()
 
@@ -134,12 +135,12 @@ class Stitch:
             looks = yield from self._attention()
             looks /= max(float(looks[self._reused].mean()), 1e-9)
             scores = worth(looks, self._segments, method.overlap)
-            return spread(scores, looks, self._reused, method.share)
+            return spread(scores, looks, self._reused, self._share)
         last = method.overlap if method.repair == "seam" else 0
         chosen = at_seams(self._segments, n, first=method.overlap, last=last)
         if deviation is not None:
             deviation[self._reused] -= self._values()
-            chosen |= most(np.square(deviation).sum(axis=1), self._reused & ~chosen, method.share)
+            chosen |= most(np.square(deviation).sum(axis=1), self._reused & ~chosen, self._share)
         return chosen
 
     def _attention(self) -> _Work[Floats]:

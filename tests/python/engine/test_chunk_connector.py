@@ -86,7 +86,7 @@ def test_passages_are_reused_and_said_to_be(direct: Direct) -> None:
     assert (job.n_cached or 0) - job.n_cached_exact == job.n_approximate
     assert job.evaluated
     assert job.tokens[: job.n_prompt].tolist() == case.prompt.tolist()
-    assert str(job.method) == "query 15%"
+    assert str(job.method) == "query"
 
 
 def test_an_exact_request_that_follows_is_that_of_an_empty_engine(direct: Direct) -> None:
