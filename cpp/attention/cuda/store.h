@@ -94,7 +94,7 @@ MIXEDKV_DEVICE int store_scale(char * unit, float x) {
     const float most = warp_max(max_of(x, 0.0f)), least = warp_max(max_of(-x, 0.0f));
     const float largest = most > least ? most : -least;
 
-    float inverse = 0.0f, scale = exact_quotient(largest, float(Integers::low)), gain = 0.0f;
+    float       inverse = 0.0f, scale = exact_quotient(largest, float(Integers::low)), gain = 0.0f;
     const float tries[] = { Integers::first, Integers::second, Integers::third, Integers::fourth };
 #pragma unroll
     for (const float integer : tries) {
