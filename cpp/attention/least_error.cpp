@@ -37,6 +37,19 @@ float largest_of(const block_values & x) {
     return above > below ? above : -below;
 }
 
+float sum_of_squares(const block_values & x) {
+    four sums[n_vectors];
+    for (int i = 0; i < n_vectors; i++) {
+        sums[i] = x.at[i] * x.at[i];
+    }
+    for (int n = n_vectors / 2; n > 0; n /= 2) {
+        for (int i = 0; i < n; i++) {
+            sums[i] += sums[i + n];
+        }
+    }
+    return (sums[0][0] + sums[0][2]) + (sums[0][1] + sums[0][3]);
+}
+
 // NaN becomes the highest
 template <class Integers>
 four to_integers(const four & y) {
@@ -64,25 +77,26 @@ try_sums add_elements(const float * x, const four & inverse) {
     }
 }
 
-// A scale, and what elements are multiplied by before they are rounded
+// A scale, and what elements are multiplied by before they are rounded. The product of the row with x is x's with
+// itself: the scale of least error makes rows shorter, and all scores would be smaller by as much.
 struct block_scale {
     float scale, inverse;
 };
 
 template <class Integers>
-block_scale scale_of_least_error(const float * x, float largest) {
+block_scale scale_of_least_error(const float * x, const block_values & values) {
+    const float    largest = largest_of(values), squares = sum_of_squares(values);
     const four     tries   = { Integers::first, Integers::second, Integers::third, Integers::fourth };
     const four     inverse = tries / largest;
     const try_sums sums    = add_elements<Integers>(x, inverse);
-    const four     scales  = sums.xy / sums.yy;
-    const four     gains   = sums.xy * sums.xy / sums.yy; // what these scales take from the squares of x
+    const four     gains   = sums.xy * sums.xy / sums.yy; // what integers, best scaled, take from the squares of x
 
     block_scale res  = { largest / float(Integers::low), 0.0f };
     float       gain = 0.0f;
     for (int i = 0; i < 4; i++) {
         if (gains[i] > gain) {
             gain = gains[i];
-            res  = { scales[i], inverse[i] };
+            res  = { squares / sums.xy[i], inverse[i] };
         }
     }
     return res;
@@ -94,7 +108,7 @@ void from_float(const float * x, void * row, int64_t n) {
     for (int64_t i = 0; i < n; i += block_elements, block += Integers::bytes) {
         block_values values;
         std::memcpy(&values, x + i, sizeof(values));
-        const block_scale best  = scale_of_least_error<Integers>(x + i, largest_of(values));
+        const block_scale best  = scale_of_least_error<Integers>(x + i, values);
         const uint16_t    scale = float_to_half(best.scale);
         std::memcpy(block, &scale, sizeof(scale));
 

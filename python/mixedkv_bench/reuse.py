@@ -291,7 +291,7 @@ def _cells(rows: Sequence[ReuseRow]) -> Cells:
             row.name,
             row.workload,
             row.donor,
-            row.method + (f" {100 * row.ratio:g}%" if row.ratio else ""),
+            row.method + (f" {100 * row.ratio:.0f}%" if row.ratio else ""),
             number(row.evaluated, ".1%"),
             number(row.repaired, ".1%"),
             number(row.ttft, ".4f"),

@@ -93,6 +93,7 @@ MIXEDKV_DEVICE int store_scale(char * unit, float x) {
     }
     const float most = warp_max(max_of(x, 0.0f)), least = warp_max(max_of(-x, 0.0f));
     const float largest = most > least ? most : -least;
+    const float xx      = sum_by_halves(exact_product(x, x));
 
     float       inverse = 0.0f, scale = exact_quotient(largest, float(Integers::low)), gain = 0.0f;
     const float tries[] = { Integers::first, Integers::second, Integers::third, Integers::fourth };
@@ -103,7 +104,7 @@ MIXEDKV_DEVICE int store_scale(char * unit, float x) {
         const float g = exact_quotient(exact_product(xy, xy), yy);
         if (g > gain) {
             gain    = g;
-            scale   = exact_quotient(xy, yy);
+            scale   = exact_quotient(xx, xy);
             inverse = i;
         }
     }

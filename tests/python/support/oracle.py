@@ -122,7 +122,8 @@ def least_error(x: np.ndarray, kind: str, margin: float = 0.0) -> tuple[np.ndarr
         xy, yy = _sum_by_halves(integers * x[:, None]), _sum_by_halves(integers * integers)
         gains = np.nan_to_num(xy * xy / yy)
         best = gains.argmax(axis=1)[:, None]
-        scale = np.where(gains.max(axis=1, keepdims=True) > 0, np.take_along_axis(xy / yy, best, 1), 0)
+        scales = _sum_by_halves(x * x)[:, None] / xy
+        scale = np.where(gains.max(axis=1, keepdims=True) > 0, np.take_along_axis(scales, best, 1), 0)
     values = np.take_along_axis(integers, best[..., None], 1)[:, 0] * scale.astype(np.float16).astype(float)
     y = np.take_along_axis(np.minimum(y, high), best[..., None], 1)[:, 0]
     second = np.sort(gains, axis=1)[:, -2]
