@@ -33,7 +33,8 @@ class GuardedLlama(llama_cpp.Llama):
     - What evaluates, samples or begins anew (`eval`, `generate`, `create_completion`,
       `create_chat_completion`, `embed`, `sample`, `reset`) waits until no other thread uses the context. A
       stream holds the context for one token at a time. Whatever another thread, or the reader itself,
-      evaluates between two tokens of a stream takes its place: its next token raises ContextBusyError.
+      evaluates or removes between two tokens of a stream takes its place: its next token raises
+      ContextBusyError.
     - What moves or reads rows (`save_state`, `load_state` and `kv`) raises ContextBusyError while another
       thread uses the context.
     - While an `Engine` uses it, what evaluates or loads a state raises ContextBusyError on every thread, that
@@ -164,22 +165,22 @@ class GuardedLlama(llama_cpp.Llama):
         """Yield what `steps` yields, and hold the context for one step at a time.
 
         Raises:
-            ContextBusyError: something else was evaluated between two steps.
+            ContextBusyError: something else was evaluated between two steps, or tokens were removed.
         """
-        turn, sent = -1, None
+        turn, sent = None, None
         try:
             while True:
                 with self.busy.waiting():
-                    if turn not in (-1, self._n_turns):
+                    if turn not in (None, (self._n_turns, self.n_tokens)):
                         raise ContextBusyError(
-                            "another answer was begun on this Llama: read a stream to its end or close it "
-                            "before the next, or use an Engine, which makes many at a time"
+                            "another answer was begun on this Llama, or its tokens were removed: read a stream to "
+                            "its end or close it before that, or use an Engine, which makes many at a time"
                         )
                     try:
                         item = steps.send(sent)
                     except StopIteration:
                         return
-                    turn = self._n_turns
+                    turn = self._n_turns, self.n_tokens
                 sent = yield item
         finally:
             steps.close()

@@ -40,6 +40,7 @@ from mixedkv.native.llama_arguments import (
     check_numbers,
     check_sequences,
     check_snapshots,
+    check_windows,
 )
 from mixedkv.native.templates import readable
 from mixedkv.prompts import long_text
@@ -162,7 +163,7 @@ class Llama(GuardedLlama):
             n_ctx=n_ctx,
             n_seq_max=self._n_seq_max,
             kv_unified=self._kv_unified,
-            n_windows=n_windows,
+            n_windows=check_windows(n_windows),
             flash_attn=flash_attn,
             takes_all=bool(
                 embedding or kwargs.get("vocab_only") or stream_layers is not None or memory is not None
@@ -187,7 +188,7 @@ class Llama(GuardedLlama):
         # what is loaded now: KV is kept under the file's name, which another file may take meanwhile
         self._model_stamp = file_stamp(path)
         lora_path = kwargs.get("lora_path")
-        self._lora_stamp = file_stamp(lora_path) if lora_path and os.path.exists(lora_path) else None
+        self._lora_stamp = file_stamp(lora_path) if lora_path else None
         self._check_weights(weights, path, kwargs)
         self._kv = KVCache(self, self._setting, weakref.WeakMethod(self._check_evaluation), self.busy)
         self._loading: _core.Loading | None = _core.Loading(progress)

@@ -10,11 +10,12 @@ from typing import Any
 
 import llama_cpp
 
-from mixedkv.limits import MAX_SEQUENCES, MAX_SNAPSHOTS
+from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS
 
 _WHOLE = ("n_ctx", "n_batch", "n_ubatch", "n_threads", "n_threads_batch", "n_gpu_layers", "main_gpu", "seed")
 _WHOLE_MORE = ("last_n_tokens_size", "yarn_orig_ctx", "rope_scaling_type", "pooling_type", "attention_type")
 _AT_LEAST_1 = ("n_batch", "n_ubatch")
+_NEEDED = ("n_ctx", *_AT_LEAST_1)
 _BASE = frozenset(inspect.signature(llama_cpp.Llama.__init__).parameters) - {"kwargs"}  # whoever replaces it
 _ROPE = ("rope_scaling_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_orig_ctx")
 
@@ -35,15 +36,15 @@ def check_names(given: Iterable[str], function: Callable[..., object]) -> None:
 
 
 def check_numbers(given: Mapping[str, Any]) -> None:
-    """Check that the numbers among the arguments are whole and large enough.
+    """Check that the numbers among the arguments are whole, large enough, and fit llama.cpp's integers.
 
     Raises:
         TypeError: an argument is no whole number.
-        ValueError: it is negative, or too small.
+        ValueError: it is too small or too large.
     """
     for name in (*_WHOLE, *_WHOLE_MORE):
         value = given.get(name)
-        if value is None:
+        if value is None and (name not in _NEEDED or name not in given):
             continue
         try:
             if isinstance(value, bool):
@@ -55,6 +56,8 @@ def check_numbers(given: Mapping[str, Any]) -> None:
             raise ValueError(f"n_ctx={number}: use 1 or more, or 0 for what the model was trained with")
         if name in _AT_LEAST_1 and number < 1:
             raise ValueError(f"{name}={number}: use 1 or more")
+        if name != "seed" and number > INT32_MAX:  # llama_cpp takes a seed modulo 2**32
+            raise ValueError(f"{name}={number}: use at most {INT32_MAX}")
 
 
 def check_sequences(n_seq_max: int, n_batch: int) -> int:
@@ -71,11 +74,19 @@ def check_sequences(n_seq_max: int, n_batch: int) -> int:
 
 
 def check_snapshots(n_rs_seq: int) -> int:
-    if isinstance(n_rs_seq, bool) or not isinstance(n_rs_seq, int):
-        raise TypeError(f"n_rs_seq={n_rs_seq!r}: use a whole number")
-    if not 0 <= n_rs_seq <= MAX_SNAPSHOTS:
-        raise ValueError(f"n_rs_seq={n_rs_seq}: use a number from 0 to {MAX_SNAPSHOTS}")
-    return n_rs_seq
+    return _check_range("n_rs_seq", n_rs_seq, MAX_SNAPSHOTS)
+
+
+def check_windows(n_windows: int) -> int:
+    return _check_range("n_windows", n_windows, MAX_SEQUENCES)
+
+
+def _check_range(name: str, value: int, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r}: use a whole number")
+    if not 0 <= value <= most:
+        raise ValueError(f"{name}={value}: use a number from 0 to {most}")
+    return value
 
 
 def beyond_training(n_ctx: int, n_ctx_train: int, given: Mapping[str, Any]) -> str:

@@ -47,6 +47,32 @@ def test_a_number_of_another_type_is_refused(name: str, value: Any) -> None:
         Llama(model_path(), **{name: value})
 
 
+@pytest.mark.parametrize("name", ["n_ctx", "n_batch", "n_ubatch"])
+def test_none_is_not_a_size(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name}=None: use a whole number"):
+        Llama(model_path(), **{name: None})
+
+
+@pytest.mark.parametrize("name", ["n_ctx", "n_batch", "n_ubatch", "n_threads", "n_gpu_layers", "main_gpu"])
+def test_a_number_beyond_llama_cpps_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}={2**40}: use at most {2**31 - 1}"):
+        Llama(model_path(), **{name: 2**40})
+
+
+@pytest.mark.parametrize(
+    ("value", "error"), [("x", TypeError), (True, TypeError), (-1, ValueError), (257, ValueError)]
+)
+def test_windows_are_a_number_of_sequences(value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"n_windows={value!r}: use a "):
+        Llama(model_path(), n_windows=value, **TINY)
+
+
+def test_an_adapter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    path = str(tmp_path / "poet.gguf")
+    with pytest.raises(FileNotFoundError, match="poet.gguf"):
+        Llama(model_path(), lora_path=path, **TINY)
+
+
 def test_numbers_of_numpy_are_taken() -> None:
     with Llama(model_path(), n_ctx=np.int64(256), n_batch=np.int32(64), verbose=False) as llm:
         assert llm.n_ctx() == 256

@@ -6,6 +6,7 @@ import contextlib
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,25 @@ def test_a_stream_that_another_answer_replaced_says_so() -> None:
         with pytest.raises(ContextBusyError):
             next(tokens)
         assert text_of(llm, PROMPTS[1]) == other
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda llm: llm.kv.clear(),
+        lambda llm: llm.kv.remove(0, 3),
+        lambda llm: setattr(llm, "n_tokens", 1),
+    ],
+    ids=["clear", "remove", "n_tokens"],
+)
+def test_a_stream_whose_tokens_were_removed_says_so(take: Callable[[Llama], None]) -> None:
+    """It would go on from what is left, without its prompt."""
+    with open_llama() as llm:
+        stream = llm.create_completion(PROMPTS[0], max_tokens=12, temperature=0.0, stream=True)
+        next(stream)
+        take(llm)
+        with pytest.raises(ContextBusyError, match="its tokens were removed"):
+            next(stream)
 
 
 def test_tokens_can_be_sent_to_a_generator() -> None:
