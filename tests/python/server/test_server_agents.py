@@ -254,13 +254,9 @@ def test_litellm(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would look for one elsewhere
     litellm = pytest.importorskip("litellm", reason="needs the package litellm")
     options: dict[str, Any] = {
-        "model": f"openai/{MODEL}",
-        "api_base": url,
-        "api_key": "unused",
-        "messages": [{"role": "user", "content": "What are 1 and 2?"}],
-        "temperature": 0,
-        "max_tokens": 12,
-    }
+        "model": f"openai/{MODEL}", "api_base": url, "api_key": "unused",
+        "messages": [{"role": "user", "content": "What are 1 and 2?"}], "temperature": 0, "max_tokens": 12,
+    }  # fmt: skip
     whole = litellm.completion(**options).choices[0].message.content
     assert whole
     streamed = litellm.completion(**options, stream=True)

@@ -45,17 +45,11 @@ def thinks() -> Iterator[Server]:
 
 def events(server: Server, path: str, body: Any) -> list[dict[str, Any]]:
     """Of a stream whose events have names."""
-    with httpx.stream("POST", server.url + path, json={**body, "stream": True}, timeout=PATIENCE) as response:
-        assert response.status_code == 200, response.read()
-        blocks = response.read().decode().strip().split("\n\n")
-    out = []
-    for block in blocks:
-        if block.startswith(":"):
-            continue
-        name, data = block.split("\n")
-        out.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {out[-1]['type']}"
-    return out
+    text = server.post(path, {**body, "stream": True})
+    blocks = [block.split("\n") for block in text.strip().split("\n\n") if not block.startswith(":")]
+    found = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
+    assert [name for name, _ in blocks] == [f"event: {each['type']}" for each in found]
+    return found
 
 
 # --- tokens and templates ---

@@ -45,14 +45,9 @@ def n_tokens(server: Server) -> int:
 def openai(server: Server, n: int, stop: str | None = None, stream: bool = False) -> dict[str, Any]:
     """Why the answer ended, and the texts of calls' arguments, of which a client parses those it wants."""
     body = {
-        "messages": ASK,
-        "tools": [TOOL],
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-        "max_tokens": n,
-        "stream": stream,
-        **MORE,
-    }
+        "messages": ASK, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False,
+        "max_tokens": n, "stream": stream, **MORE,
+    }  # fmt: skip
     body |= {"stop": [stop]} if stop else {}
     if not stream:
         found = server.post("/v1/chat/completions", body)
@@ -91,13 +86,7 @@ def anthropic(server: Server, n: int, stop: str | None = None, stream: bool = Fa
 
 def ollama(server: Server, n: int, stop: str | None = None, stream: bool = False) -> dict[str, Any]:
     options: dict[str, Any] = {"num_predict": n, **MORE} | ({"stop": [stop]} if stop else {})
-    body = {
-        "messages": ASK,
-        "tools": [TOOL],
-        "tool_choice": "required",
-        "stream": stream,
-        "options": options,
-    }
+    body = {"messages": ASK, "tools": [TOOL], "tool_choice": "required", "stream": stream, "options": options}
     lines = events(server, "/api/chat", body) if stream else [server.post("/api/chat", body)]
     calls = [
         call["function"]["arguments"] for line in lines for call in line["message"].get("tool_calls", ())
@@ -108,15 +97,10 @@ def ollama(server: Server, n: int, stop: str | None = None, stream: bool = False
 def responses(server: Server, n: int, stream: bool = False) -> dict[str, Any]:
     tool = {"type": "function", "name": "delete", "parameters": ARGUMENTS}
     body = {
-        "input": "Delete the old notes.",
-        "tools": [tool],
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-        "max_output_tokens": n,
-        "temperature": 0,
-        "store": False,
+        "input": "Delete the old notes.", "tools": [tool], "tool_choice": "required",
+        "parallel_tool_calls": False, "max_output_tokens": n, "temperature": 0, "store": False,
         "stream": stream,
-    }
+    }  # fmt: skip
     if stream:
         found = events(server, "/v1/responses", body)[-1]["response"]
     else:

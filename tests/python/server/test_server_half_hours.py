@@ -90,26 +90,14 @@ def codex(n: int, turn: int) -> tuple[str, dict[str, Any]]:
             items.append(message("assistant", "Seen."))
     items.append(message("user", asked(n)))
     shell = {
-        "type": "function",
-        "name": "shell",
-        "description": "Runs.",
-        "strict": False,
-        "parameters": SCHEMA,
-    }
+        "type": "function", "name": "shell", "description": "Runs.", "strict": False, "parameters": SCHEMA,
+    }  # fmt: skip
     return "/v1/responses", {
-        "model": MODEL,
-        "instructions": "You are a coding agent.",
-        "input": items,
-        "tools": [shell],
-        "tool_choice": "auto",
-        "parallel_tool_calls": False,
-        "store": False,
-        "stream": True,
-        "include": ["reasoning.encrypted_content"],
-        "prompt_cache_key": "0199-aaaa",
-        "client_metadata": {"turn": str(turn)},
-        "max_output_tokens": 24,
-    }
+        "model": MODEL, "instructions": "You are a coding agent.", "input": items, "tools": [shell],
+        "tool_choice": "auto", "parallel_tool_calls": False, "store": False, "stream": True,
+        "include": ["reasoning.encrypted_content"], "prompt_cache_key": "0199-aaaa",
+        "client_metadata": {"turn": str(turn)}, "max_output_tokens": 24,
+    }  # fmt: skip
 
 
 def chat_of(n: int, system: str, tool: bool, parts: bool) -> list[dict[str, Any]]:

@@ -43,11 +43,8 @@ def nginx(folder: Path, server: Server, port: int) -> list[str]:
 def caddy(folder: Path, server: Server, port: int) -> list[str]:
     text = block("Caddy", server).replace(f"{HOST} {{", f"{HOST}:{port} {{\n tls internal")
     general = [
-        "admin off",
-        "auto_https disable_redirects",
-        "skip_install_trust",
-        f"storage file_system {folder}",
-    ]
+        "admin off", "auto_https disable_redirects", "skip_install_trust", f"storage file_system {folder}",
+    ]  # fmt: skip
     (folder / "Caddyfile").write_text("\n ".join(["{", *general]) + f"\n}}\n{text}")
     return ["caddy", "run", "--config", str(folder / "Caddyfile")]
 

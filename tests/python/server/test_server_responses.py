@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from support.families import ADD, template_path
-from support.patience import PATIENCE
 from support.server_support import MODEL, Server, key_file, running
 
 PATH = "/v1/responses"
@@ -144,21 +141,15 @@ def test_calls_are_kept_and_all_outlives_a_kill(tmp_path: Path) -> None:
     with running(*options) as server:
         body = {"input": "What is 1 and 2?", "tools": [tool], "tool_choice": "required", "store": True}
         body = {**body, "temperature": 0, "parallel_tool_calls": False}
-        body["stream"] = True
-        with httpx.stream("POST", server.url + PATH, json=body, timeout=PATIENCE) as events:
-            lines = [line[6:] for line in events.iter_lines() if line.startswith("data: ")]
-        first = json.loads(lines[-1])["response"]
+        first = server.events(PATH, body)[-1]["response"]
         (call,) = first["output"]
         server.wait_until_idle()
         server.stop(signal.SIGKILL)
     with running(*options) as server:
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "3"}
         then = {
-            "input": [result],
-            "previous_response_id": first["id"],
-            "tools": [tool],
-            "tool_choice": "none",
-        }
+            "input": [result], "previous_response_id": first["id"], "tools": [tool], "tool_choice": "none",
+        }  # fmt: skip
         answer = server.post(PATH, {**then, "max_output_tokens": 4})
         usage = answer["usage"]
         assert usage["input_tokens"] > first["usage"]["input_tokens"]

@@ -18,17 +18,9 @@ schemathesis = pytest.importorskip("schemathesis", reason="needs the Python pack
 _GOOD, _BAD = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
 _EXAMPLES = 25
 _PLAIN = (
-    "GET /v1/models",
-    "GET /v1/models/{model}",
-    "GET /v1/stats",
-    "GET /health",
-    "GET /ready",
-    "GET /metrics",
-    "GET /api/ps",
-    "GET /api/tags",
-    "GET /api/version",
-    "GET /props",
-)
+    "GET /v1/models", "GET /v1/models/{model}", "GET /v1/stats", "GET /health", "GET /ready",
+    "GET /metrics", "GET /api/ps", "GET /api/tags", "GET /api/version", "GET /props",
+)  # fmt: skip
 _EVALUATING = (
     "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/context", "POST /v1/warm",
     "POST /v1/embeddings", "POST /v1/messages", "POST /v1/messages/count_tokens", "POST /v1/responses",

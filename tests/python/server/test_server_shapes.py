@@ -160,17 +160,10 @@ ZED: dict[str, Any] = {
     "prompt_cache_key": "0199-bbbb",
 }
 N8N: dict[str, Any] = {  # LangChain's ChatOpenAI for JavaScript, which its model node is
-    "model": MODEL,
-    "temperature": 0.7,
-    "top_p": 1,
-    "frequency_penalty": 0,
-    "presence_penalty": 0,
-    "n": 1,
-    "stream": True,
-    "stream_options": {"include_usage": True},
-    "max_tokens": 4,
+    "model": MODEL, "temperature": 0.7, "top_p": 1, "frequency_penalty": 0, "presence_penalty": 0, "n": 1,
+    "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 4,
     "messages": [{"role": "user", "content": "Hi"}],
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -271,12 +264,9 @@ def test_a_constraint_is_for_the_whole_answer(server: Server, form: dict[str, An
     def ask(begun: str) -> tuple[int, Any]:
         messages = [HI, {"role": "assistant", "content": begun}]
         body = {
-            "messages": messages,
-            "continue_final_message": True,
-            "max_tokens": 30,
-            "temperature": 0,
+            "messages": messages, "continue_final_message": True, "max_tokens": 30, "temperature": 0,
             **form,
-        }
+        }  # fmt: skip
         return server.request("POST", "/v1/chat/completions", body)[:2]
 
     status, answer = ask('{"a":')

@@ -43,7 +43,7 @@ def soak(folder: Path, seconds: float) -> None:
         n_files = count_files(server)
         memory: list[float] = []
         clients = Clients(server.port, N_CLIENTS)
-        clients.run(seconds, lambda: memory.append(resident_mib(server)))
+        clients.run(seconds, lambda: memory.append(server.resident_mib))
         print(*sorted(clients.counts.items(), key=str), sep="\n")
         print("resident MiB:", *(f"{size:.0f}" for size in memory[:: max(1, len(memory) // 40)]))
 
@@ -77,11 +77,6 @@ def all_of_the_context_can_be_used(server: Server) -> None:
     stats = server.stats(KEYS[0])
     assert stats["cache"]["cells_used"] == 0
     assert stats["sequences"] == []
-
-
-def resident_mib(server: Server) -> float:
-    pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def count_files(server: Server) -> int:
