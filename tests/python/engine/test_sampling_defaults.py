@@ -62,18 +62,9 @@ def test_run_samples_as_it_was_told(tmp_path: Path) -> None:
     cold = str(recommending(tmp_path / "cold.gguf", temp=0.0))
     assert run("--raw", "-m", cold) == run("--raw", "--top-k", "1") == greedy
     seeded = [
-        "--raw",
-        "--temp",
-        "2",
-        "--top-p",
-        "0.9",
-        "--min-p",
-        "0.01",
-        "--repeat-penalty",
-        "1.1",
-        "--seed",
+        "--raw", "--temp", "2", "--top-p", "0.9", "--min-p", "0.01", "--repeat-penalty", "1.1", "--seed",
         "3",
-    ]
+    ]  # fmt: skip
     assert run(*seeded) == run(*seeded) != greedy
 
 

@@ -19,16 +19,9 @@ from support.tokenize_child import LONG
 
 # Where llama.cpp takes std::regex, which calls itself for each character: those that are widely used, ...
 RECURSIVE = (
-    "deepseek-v3",
-    "deepseek-llm",
-    "gpt-4o",
-    "tekken",
-    "minimax-m2",
-    "seed-coder",
-    "afmoe",
-    "falcon",
+    "deepseek-v3", "deepseek-llm", "gpt-4o", "tekken", "minimax-m2", "seed-coder", "afmoe", "falcon",
     "default",
-)
+)  # fmt: skip
 # ... and the others it knows.
 OTHERS = (
     "bailingmoe", "bloom", "chameleon", "deepseek-coder", "exaone-moe", "gpt3-finnish",
