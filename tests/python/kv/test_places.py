@@ -91,13 +91,9 @@ def compare(path: Path, kv: str, n_prompts: int, *, beside: bool, seed: int = 0,
     found = []
     n_exact = 0
     both = {
-        "n_ctx": 2048,
-        "n_batch": 256,
-        "n_seq_max": N_SEQ,
-        "kv_unified": True,
-        "verbose": False,
+        "n_ctx": 2048, "n_batch": 256, "n_seq_max": N_SEQ, "kv_unified": True, "verbose": False,
         "n_threads": 2,
-    }
+    }  # fmt: skip
     with Llama(path, kv=kv, **both, **options) as used, Llama(path, kv=kv, **both, **options) as fresh:
         for prompt in range(n_prompts):
             use(used, rng, 12, 1200)

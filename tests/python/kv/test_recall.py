@@ -43,12 +43,8 @@ def ask() -> Iterator:
     def ask_(kv: object, prompts: list[str]) -> list[str]:
         if kv not in models:
             options = {
-                "n_ctx": N_CTX,
-                "n_threads": 1,
-                "n_threads_batch": 1,
-                "flash_attn": True,
-                "verbose": False,
-            }
+                "n_ctx": N_CTX, "n_threads": 1, "n_threads_batch": 1, "flash_attn": True, "verbose": False,
+            }  # fmt: skip
             models[kv] = Llama(str(bundled.model_path()), kv=kv, **options)
         answers = []
         for prompt in prompts:

@@ -24,12 +24,9 @@ SAME_BITS = (0.0, 0.0)
 # answers after them by 14.
 ROUNDING = (0.1, 1.0)
 KINDS = (
-    "f16",
-    "q8_0",
-    "q8_0:attention=fused",
-    "mixed:threshold=0,sinks=0,cold=q8_0",
+    "f16", "q8_0", "q8_0:attention=fused", "mixed:threshold=0,sinks=0,cold=q8_0",
     "mixed:threshold=16,group=8,sinks=4",
-)
+)  # fmt: skip
 
 
 def bounds_of(kv: str) -> tuple[float, float]:

@@ -23,26 +23,10 @@ from support.zoo.parts import N_CTX_TRAIN
 from support.zoo.vocabulary import N_VOCAB, add_tokenizer, write_byte_vocabulary, write_vocabulary
 
 __all__ = [
-    "KINDS",
-    "MORE",
-    "N_CTX_TRAIN",
-    "N_VOCAB",
-    "REFUSED",
-    "SHAPES",
-    "SUPPORTED",
-    "Gguf",
-    "Shape",
-    "add_key",
-    "add_tokenizer",
-    "decoder",
-    "make",
-    "muted",
-    "planted",
-    "write",
-    "write_byte_vocabulary",
-    "write_muted",
+    "KINDS", "MORE", "N_CTX_TRAIN", "N_VOCAB", "REFUSED", "SHAPES", "SUPPORTED", "Gguf", "Shape", "add_key",
+    "add_tokenizer", "decoder", "make", "muted", "planted", "write", "write_byte_vocabulary", "write_muted",
     "write_vocabulary",
-]
+]  # fmt: skip
 
 _Maker = Callable[[Shape], Gguf]
 
@@ -56,12 +40,8 @@ _TWO_OF_FOUR: dict[str, Any] = {"n_layer": 4, "kv_layers": (1, 3)}
 _SLIDING: dict[str, Any] = {"kv_layers": (1,), "swa_layers": (0,), "rope": "neox"}
 _NO_ROWS: dict[str, Any] = {"kv_layers": (), "rope": "none"}
 _GEMMA4: dict[str, Any] = {
-    "n_layer": 6,
-    "head": 128,
-    "kv_layers": (1, 3),
-    "swa_layers": (0, 2),
-    "rope": "neox",
-}
+    "n_layer": 6, "head": 128, "kv_layers": (1, 3), "swa_layers": (0, 2), "rope": "neox",
+}  # fmt: skip
 _LLAMA4: dict[str, Any] = {"n_layer": 4, "kv_layers": (3,), "swa_layers": (0, 1, 2)}
 _NEMOTRON: dict[str, Any] = {"n_layer": 6, "kv_layers": (1, 4), "rope": "none"}
 

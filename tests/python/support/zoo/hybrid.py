@@ -114,13 +114,9 @@ def _delta_net(shape: Shape) -> Gguf:
     g = base(shape)
     output(g)
     g.keys |= {
-        "ssm.conv_kernel": d_conv,
-        "ssm.inner_size": d_value,
-        "ssm.state_size": d_state,
-        "ssm.time_step_rank": n_head,
-        "ssm.group_count": n_group,
-        "full_attention_interval": 2,
-    }
+        "ssm.conv_kernel": d_conv, "ssm.inner_size": d_value, "ssm.state_size": d_state,
+        "ssm.time_step_rank": n_head, "ssm.group_count": n_group, "full_attention_interval": 2,
+    }  # fmt: skip
     for il in range(shape.n_layer):
         b = f"blk.{il}."
         if il in shape.kv_layers:

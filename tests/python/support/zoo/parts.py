@@ -13,16 +13,11 @@ N_CTX_TRAIN = 4096
 def base(shape: Shape, n_ff: int = 96) -> Gguf:
     g = Gguf(shape)
     g.keys = {
-        "context_length": N_CTX_TRAIN,
-        "embedding_length": shape.n_embd,
-        "block_count": shape.n_layer,
-        "feed_forward_length": n_ff,
-        "attention.head_count": shape.n_head,
-        "attention.head_count_kv": shape.n_head_kv,
-        "attention.key_length": shape.head,
-        "attention.value_length": shape.head,
-        "attention.layer_norm_rms_epsilon": 1e-5,
-    }
+        "context_length": N_CTX_TRAIN, "embedding_length": shape.n_embd, "block_count": shape.n_layer,
+        "feed_forward_length": n_ff, "attention.head_count": shape.n_head,
+        "attention.head_count_kv": shape.n_head_kv, "attention.key_length": shape.head,
+        "attention.value_length": shape.head, "attention.layer_norm_rms_epsilon": 1e-5,
+    }  # fmt: skip
     if shape.rope != "none":
         g.keys["rope.dimension_count"] = shape.head
         g.keys["rope.freq_base"] = 10000.0
@@ -78,12 +73,9 @@ def mamba2(g: Gguf, il: int, *, norm: bool = True) -> None:
     d_inner, n_head = 2 * n, 4
     n_conv = d_inner + 2 * n_group * d_state
     g.keys |= {
-        "ssm.conv_kernel": d_conv,
-        "ssm.inner_size": d_inner,
-        "ssm.state_size": d_state,
-        "ssm.time_step_rank": n_head,
-        "ssm.group_count": n_group,
-    }
+        "ssm.conv_kernel": d_conv, "ssm.inner_size": d_inner, "ssm.state_size": d_state,
+        "ssm.time_step_rank": n_head, "ssm.group_count": n_group,
+    }  # fmt: skip
     b = f"blk.{il}."
     g.vector(b + "attn_norm.weight", n)
     g.weight(b + "ssm_in.weight", n, d_inner + n_conv + n_head)

@@ -24,20 +24,13 @@ def write_projector(kind: str, width: int, folder: Path) -> Path:
         return path
     writer = gguf.GGUFWriter(path, "clip")
     keys: dict[str, object] = {
-        "clip.has_vision_encoder": True,
-        "clip.projector_type": kind,
-        "clip.use_gelu": True,
-        "clip.vision.image_size": _SIDE,
-        "clip.vision.patch_size": _PATCH,
-        "clip.vision.embedding_length": _WIDTH,
-        "clip.vision.feed_forward_length": _FF,
-        "clip.vision.block_count": 2,
-        "clip.vision.projection_dim": width,
-        "clip.vision.attention.head_count": _HEADS,
-        "clip.vision.attention.layer_norm_epsilon": 1e-6,
-        "clip.vision.image_mean": [0.5, 0.5, 0.5],
-        "clip.vision.image_std": [0.5, 0.5, 0.5],
-    }
+        "clip.has_vision_encoder": True, "clip.projector_type": kind, "clip.use_gelu": True,
+        "clip.vision.image_size": _SIDE, "clip.vision.patch_size": _PATCH,
+        "clip.vision.embedding_length": _WIDTH, "clip.vision.feed_forward_length": _FF,
+        "clip.vision.block_count": 2, "clip.vision.projection_dim": width,
+        "clip.vision.attention.head_count": _HEADS, "clip.vision.attention.layer_norm_epsilon": 1e-6,
+        "clip.vision.image_mean": [0.5, 0.5, 0.5], "clip.vision.image_std": [0.5, 0.5, 0.5],
+    }  # fmt: skip
     if kind == "gemma3":
         keys["clip.vision.projector.scale_factor"] = 2
     for key, value in keys.items():

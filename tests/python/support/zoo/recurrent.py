@@ -18,13 +18,9 @@ def mamba(shape: Shape) -> Gguf:
         if key.startswith("attention.") and "epsilon" not in key:
             del g.keys[key]
     g.keys |= {
-        "feed_forward_length": 0,
-        "attention.head_count": 0,
-        "ssm.conv_kernel": d_conv,
-        "ssm.inner_size": d_inner,
-        "ssm.state_size": d_state,
-        "ssm.time_step_rank": dt_rank,
-    }
+        "feed_forward_length": 0, "attention.head_count": 0, "ssm.conv_kernel": d_conv,
+        "ssm.inner_size": d_inner, "ssm.state_size": d_state, "ssm.time_step_rank": dt_rank,
+    }  # fmt: skip
     for il in range(shape.n_layer):
         b = f"blk.{il}."
         g.vector(b + "attn_norm.weight", n)

@@ -33,16 +33,12 @@ def gemma4(shape: Shape) -> Gguf:
     g = base(shape)
     swa = [il in (0, 2, 4) for il in range(shape.n_layer)]
     g.keys |= {
-        "attention.sliding_window": 24,
-        "attention.sliding_window_pattern": swa,
-        "attention.shared_kv_layers": n_shared,
-        "attention.key_length_swa": head_swa,
-        "attention.value_length_swa": head_swa,
-        "rope.dimension_count_swa": head_swa,
-        "rope.freq_base_swa": 10000.0,
-        "embedding_length_per_layer_input": 0,
+        "attention.sliding_window": 24, "attention.sliding_window_pattern": swa,
+        "attention.shared_kv_layers": n_shared, "attention.key_length_swa": head_swa,
+        "attention.value_length_swa": head_swa, "rope.dimension_count_swa": head_swa,
+        "rope.freq_base_swa": 10000.0, "embedding_length_per_layer_input": 0,
         "final_logit_softcapping": 30.0,
-    }
+    }  # fmt: skip
     g.tensors["rope_freqs.weight"] = np.ones(shape.head // 2, dtype=np.float32)
     for il in range(shape.n_layer):
         d = head_swa if swa[il] else shape.head
