@@ -33,11 +33,8 @@ def advice(*rows: QuickRow) -> dict[str, str]:
 
 def test_the_advice_is_the_smallest_cache_that_keeps_enough() -> None:
     rows = [
-        row("f16", 16, 0.999),
-        row("q8_0", 8.5, 0.995),
-        row("balanced", 6.5, 0.991),
-        row("q4_0", 4.5, 0.9),
-    ]
+        row("f16", 16, 0.999), row("q8_0", 8.5, 0.995), row("balanced", 6.5, 0.991), row("q4_0", 4.5, 0.9),
+    ]  # fmt: skip
     assert advice(*rows) == {"balanced": "use this"}
     assert advice(*rows, row("compact", 4.7, 0.96)) == {
         "balanced": "use this",
