@@ -272,10 +272,7 @@ def test_words_of_the_context() -> None:
         (["serve", "--lora", "x=none.gguf"], "--lora=none.gguf: there is no such file"),
         (["serve", "--slots"], "there is no --slots: /v1/stats lists sequences"),
         (["info", "--kv", "mixed:balance"], "(did you mean balanced?)"),
-        (
-            ["pull", "nothing"],
-            "model='nothing' is neither a file nor a name: give a GGUF model, OWNER/REPO",
-        ),
+        (["pull", "nothing"], "model='nothing' is neither a file nor a name: give a GGUF model, OWNER/REPO"),
         (["cache", "ls"], "the following arguments are required: --store"),
         (["bench", "speeed"], "invalid choice: 'speeed'"),
         (["serve", "--parralel", "2"], "did you mean --parallel?"),

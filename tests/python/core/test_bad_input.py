@@ -336,12 +336,7 @@ def test_threshold_smaller_than_group() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"n_ctx": 512},
-        {"n_ctx": 1024, "n_seq_max": 2},
-    ],
-    ids=["one sequence", "divided"],
+    "options", [{"n_ctx": 512}, {"n_ctx": 1024, "n_seq_max": 2}], ids=["one sequence", "divided"]
 )
 def test_threshold_above_the_context(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"quantization_threshold=600 .*n_ctx=512"):

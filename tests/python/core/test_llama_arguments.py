@@ -56,10 +56,7 @@ def test_numbers_of_numpy_are_taken() -> None:
     ("options", "message"),
     [
         ({"n_batch": 1, "n_ubatch": 1, "n_seq_max": 2}, "n_batch=1 is less than n_seq_max=2"),
-        (
-            {"n_batch": 2, "n_seq_max": 16, "kv_unified": True},
-            "n_batch=2 is less than n_seq_max=16",
-        ),
+        ({"n_batch": 2, "n_seq_max": 16, "kv_unified": True}, "n_batch=2 is less than n_seq_max=16"),
         ({"n_batch": 0}, "n_batch=0: use 1 or more"),
         ({"n_ctx": -1}, "n_ctx=-1: use 1 or more"),
     ],

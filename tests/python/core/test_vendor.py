@@ -276,17 +276,8 @@ def test_a_fault_of_upstream_is_mended_on_its_own(text: Path) -> None:
 def licences(vendor: Path, llama_cpp: Path, dest: Path) -> subprocess.CompletedProcess[str]:
     layer = vendor.parent / "llama-cpp-python"
     options = [
-        "--vendor",
-        vendor,
-        "--llama-cpp",
-        llama_cpp,
-        "--layer",
-        layer,
-        "--version",
-        "1.0",
-        "--dest",
-        dest,
-    ]
+        "--vendor", vendor, "--llama-cpp", llama_cpp, "--layer", layer, "--version", "1.0", "--dest", dest,
+    ]  # fmt: skip
     script = REPOSITORY / "vendor" / "contents.py"
     return subprocess.run([sys.executable, script, *options], capture_output=True, text=True, check=False)
 

@@ -20,12 +20,9 @@ KINDS = tuple(name for name in (*zoo.SUPPORTED, *zoo.MORE) if name != "llama-96"
 def held(path: Path, kv: str, n_seq: int, sliding: Sliding) -> tuple[int, int]:
     """Return what is allocated, and the formula's."""
     options = {
-        "n_seq_max": n_seq,
-        "kv_unified": True,
-        "n_batch": 128,
-        "n_ubatch": sliding.n_ubatch,
+        "n_seq_max": n_seq, "kv_unified": True, "n_batch": 128, "n_ubatch": sliding.n_ubatch,
         "verbose": False,
-    }
+    }  # fmt: skip
     with Llama(
         path,
         kv=kv,

@@ -92,18 +92,9 @@ def test_a_terminal_shows_a_long_prompt(model: Path, monkeypatch: pytest.MonkeyP
 
 def test_ctrl_c_ends_the_command() -> None:
     options = [
-        "-m",
-        str(model_path()),
-        "--stream-layers",
-        "2",
-        "--n-ctx",
-        "8192",
-        "--raw",
-        "-p",
-        make_recall(seed=53_001, n_sentences=12).text,
-        "-n",
-        "8000",
-    ]
+        "-m", str(model_path()), "--stream-layers", "2", "--n-ctx", "8192", "--raw", "-p",
+        make_recall(seed=53_001, n_sentences=12).text, "-n", "8000",
+    ]  # fmt: skip
     command = [sys.executable, "-m", "mixedkv", "run", *options]
     # what it writes does not fit a small pipe: it cannot end before that is read
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "pipesize": 4096}

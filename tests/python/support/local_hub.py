@@ -38,13 +38,10 @@ class LocalHub(ThreadingHTTPServer):
     def environ(self, home: Path) -> dict[str, str]:
         """Variables of a process that uses this hub, with a cache of its own."""
         own = {
-            "HF_ENDPOINT": f"http://127.0.0.1:{self.server_address[1]}",
-            "HF_HOME": str(home),
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_ETAG_TIMEOUT": str(round(PATIENCE)),
-            "HF_HUB_DOWNLOAD_TIMEOUT": str(round(PATIENCE)),
-        }
+            "HF_ENDPOINT": f"http://127.0.0.1:{self.server_address[1]}", "HF_HOME": str(home),
+            "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_ETAG_TIMEOUT": str(round(PATIENCE)), "HF_HUB_DOWNLOAD_TIMEOUT": str(round(PATIENCE)),
+        }  # fmt: skip
         return {**{k: v for k, v in os.environ.items() if not k.startswith("HF_")}, **own}
 
     def downloads(self) -> list[tuple[str, str]]:

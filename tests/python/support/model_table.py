@@ -51,13 +51,8 @@ loads and is not listed runs if its memory is of a kind that is.
 
 def open_llama(path: Path, kv: str, **options: Any) -> Llama:
     shape = {
-        "n_ctx": 512,
-        "n_threads": 1,
-        "n_batch": 512,
-        "n_ubatch": 64,
-        "swa_full": False,
-        "verbose": False,
-    }
+        "n_ctx": 512, "n_threads": 1, "n_batch": 512, "n_ubatch": 64, "swa_full": False, "verbose": False,
+    }  # fmt: skip
     return Llama(path, kv=kv, **{**shape, **options})
 
 

@@ -19,19 +19,8 @@ from support.patience import PATIENCE
 KEYS = ("alice-key-0123456789", "bob-key-0123456789")
 MAX_BODY = 100_000
 _WORDS = (
-    "lamp",
-    "key",
-    "harbour",
-    "coin",
-    "market",
-    "walnut",
-    "compass",
-    "river",
-    "in",
-    "under",
-    "the",
-    "sold",
-)
+    "lamp", "key", "harbour", "coin", "market", "walnut", "compass", "river", "in", "under", "the", "sold",
+)  # fmt: skip
 _SHARED = " ".join(random.Random(0).choices(_WORDS, k=100))
 _BUSY = (200, 429, 504)  # what a good request may meet under load
 _CHAT = "/v1/chat/completions"
