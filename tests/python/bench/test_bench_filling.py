@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
-from statistics import median
 
 import llama_cpp
 import numpy as np
@@ -91,24 +89,3 @@ def test_all_sequences_are_at_the_depth(model: LoadedModel, setting: Setting) ->
             runner.measure()
             memory = llama_cpp.llama_get_memory(runner.context.ptr)
             assert [llama_cpp.llama_memory_seq_pos_max(memory, seq) for seq in range(3)] == [303] * 3
-
-
-@pytest.mark.bench
-@pytest.mark.parametrize("setting", SETTINGS, ids=lambda s: s.name)
-def test_both_fills_take_the_same_time(model: LoadedModel, setting: Setting) -> None:
-    """By the time of the one thread, which other processes do not lengthen much."""
-    runners = [
-        Local(
-            model,
-            setting,
-            SpeedWork(depth=2000, n_prompt=64, n_gen=16, threads=1, fill=fill),
-            time.thread_time,
-        )
-        for fill in ("synthetic", "real")
-    ]
-    times = [[runner.measure() for runner in runners] for _ in range(12)][2:]
-    for runner in runners:
-        runner.context.close()
-    for i in (0, 1):
-        ratio = median(made[i] / real[i] for made, real in times)
-        assert 0.8 < ratio < 1.25, ratio

@@ -126,18 +126,8 @@ def test_a_window_of_half_the_context_is_nearer_to_f16(quality: list[Row]) -> No
 def test_quality_on_a_text_of_ones_own(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Ada's kite is red. The code of the mill is 4817. " * 60)
-    rows = run(
-        tmp_path / "q.json",
-        "quality",
-        "--kv",
-        "q8_0",
-        "--text",
-        str(text),
-        "--n-ctx",
-        "256",
-        "--mode",
-        "batch",
-    )
+    options = ["--kv", "q8_0", "--text", str(text), "--n-ctx", "256", "--mode", "batch"]
+    rows = run(tmp_path / "q.json", "quality", *options)
     assert by_kv(rows)["q8_0"]["n_positions"] % 127 == 0  # several documents, each by its second half
 
 
@@ -154,17 +144,6 @@ def test_what_the_model_cannot_run_is_a_row_that_says_why(tmp_path: Path, zoo_pa
         assert re.search(r"block|multiple|divisible|packs", rows[kv]["error"]), rows[kv]["error"]
 
 
-def test_a_model_that_cannot_have_a_mixed_cache(tmp_path: Path, zoo_path) -> None:
-    """Latent attention has one row, of one type, for keys and values."""
-    small = ["--depths", "256", "--n-prompt", "8", "--n-gen", "2", "--flash-attn", "on"]
-    small += ["--repeats", "1"]
-    model = ["-m", str(zoo_path("deepseek2"))]
-    kv = ["--kv", "mixed:balanced", "--kv", "f16"]
-    rows = by_kv(run(tmp_path / "s.json", "speed", *model, *kv, *small))
-    assert re.search("deepseek2.*MLA", rows["mixed:balanced"]["error"])
-    assert "error" not in rows["f16"]
-
-
 def test_a_cache_of_another_layout_is_filled_by_decoding(tmp_path: Path, zoo_path) -> None:
     small = ["--depths", "100", "--repeats", "1", "--n-prompt", "8", "--n-gen", "2", "--flash-attn", "on"]
     path = str(zoo_path("gpt-oss"))
@@ -177,19 +156,9 @@ def test_a_cache_of_another_layout_is_filled_by_decoding(tmp_path: Path, zoo_pat
 def test_ctrl_c_leaves_what_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "s.json"
     command = [sys.executable, "-m", "mixedkv", "bench", "speed", "--kv", "q4_0", "--depths", "0,128"]
-    endless = [
-        "--repeats",
-        "999999",
-        "--n-prompt",
-        "8",
-        "--n-gen",
-        "2",
-        "--threads",
-        "1",
-        "--json",
-        str(path),
-    ]
-    first = [*command[:-1], "0", "--repeats", "1", "--n-prompt", "8", "--n-gen", "2", "--threads", "1"]
+    small = ["--n-prompt", "8", "--n-gen", "2", "--threads", "1"]
+    endless = ["--repeats", "999999", *small, "--json", str(path)]
+    first = [*command[:-1], "0", "--repeats", "1", *small]
     subprocess.run(first, check=True, capture_output=True)  # so that the second one starts at once
     began = time.monotonic()
     subprocess.run(first, check=True, capture_output=True)

@@ -72,8 +72,7 @@ def test_only_what_was_asked_for_is_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "right"),
-    [(" 4817.\n\nQuestion", True), ("4817", True), (" 481", False), (" 4871.", False)],
+    ("said", "right"), [(" 4817.\n\nQuestion", True), ("4817", True), (" 481", False), (" 4871.", False)]
 )
 def test_an_answer_is_right_by_how_it_begins(said: str, right: bool) -> None:
     assert TaskItem("lookup", "", "4817", 8).is_right(said) == right

@@ -206,11 +206,7 @@ def test_a_stream_closed_early_keeps_what_was_computed(llm: Llama, cache: Messag
 def test_tool_calls(llm: Llama, cache: MessageCache) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [4]}}, "required": ["n"]}
     tool = {"type": "function", "function": {"name": "count", "parameters": schema}}
-    options = {
-        **GREEDY,
-        "tools": [tool],
-        "tool_choice": {"type": "function", "function": {"name": "count"}},
-    }
+    options = {**GREEDY, "tools": [tool], "tool_choice": {"type": "function", "function": {"name": "count"}}}
     whole = cache.chat([journal()], **options)
     stream = cache.stream([journal()], **options)
     list(stream)

@@ -460,10 +460,7 @@ def test_rows_at_another_place_are_those_rows_turned(name: str, zoo_path: Callab
     random = np.random.default_rng(3)
     a, b, head, question = (random.integers(3, zoo.N_VOCAB, n).astype(np.int32) for n in (150, 150, 40, 20))
     kv = "mixed:cold=q8_0,threshold=64,group=32,sinks=4"
-    with (
-        Llama(zoo_path(name), kv=kv, n_ctx=512, verbose=False, n_threads=1) as llm,
-        KVStore(None) as store,
-    ):
+    with Llama(zoo_path(name), kv=kv, n_ctx=512, verbose=False, n_threads=1) as llm, KVStore(None) as store:
         cache = open_cache(llm, store, "none", chunk_size=32, boundary_window=4)
         cache.prefill(np.concatenate([a, b]))
         layers = [layer.il for layer in llm.kv.stats(by_layer=True).layers or ()]

@@ -10,6 +10,7 @@ import struct
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -26,7 +27,7 @@ from support import zoo
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
 pytestmark = pytest.mark.core
 
-TINY = {"n_ctx": 256, "verbose": False}
+TINY: dict[str, Any] = {"n_ctx": 256, "verbose": False}
 
 
 # --- files ---
@@ -71,128 +72,78 @@ def test_not_a_model(tmp_path: Path, data: bytes, message: str) -> None:
     assert str(path) in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "key", "n_rot", "good"),
-    [
-        ("gemma2", "rope.dimension_count", 62, True),
-        ("nemotron-h", "rope.dimension_count", 0, True),
-        ("gemma2", "rope.dimension_count", 0, False),
-        ("gemma2", "rope.dimension_count", 63, False),
-        ("gemma2", "rope.dimension_count", 66, False),
-        ("gemma2", "rope.dimension_count", 2**32 - 1, False),
-        ("gemma2", "rope.dimension_count_swa", 31, False),
-        ("qwen35", "rope.dimension_count", 0, False),
-    ],
-)
-def test_rope_that_cannot_be_is_refused(tmp_path: Path, name: str, key: str, n_rot: int, good: bool) -> None:
-    """ggml aborts where it turns half a pair, or more than a head; RoPE that turns none never ends."""
+def write(folder: Path, name: str, keys: dict[str, object]) -> Path:
+    """A model of the zoo with other numbers in its header."""
     model = zoo.make(name)
-    model.keys[key] = n_rot
-    path = tmp_path / "model.gguf"
-    model.write(path)
-    if good:
-        assert read_model_file(path).get(key) == n_rot
-        return
-    with pytest.raises(
-        InvalidModelFileError, match=rf"its {key} is {n_rot}, and RoPE turns pairs of the \d+ el"
-    ):
-        Llama(path, n_ctx=256, verbose=False)
+    model.keys |= keys
+    model.write(folder / "model.gguf")
+    return folder / "model.gguf"
 
 
-@pytest.mark.parametrize("key", ["block_count", "context_length"])
-def test_sizes_that_no_model_has_are_refused(tmp_path: Path, key: str) -> None:
-    model = zoo.make("llama-64")
-    model.keys[key] = 2**32 - 1
-    model.write(tmp_path / "model.gguf")
-    with pytest.raises(InvalidModelFileError, match=rf"its {key} is 4294967295: it must be from 0 to \d+"):
-        Llama(tmp_path / "model.gguf", **TINY)
-
-
-@pytest.mark.parametrize("value", [-1.0, -(2.0**-17), 2.0, math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [("qwen3", "attention.layer_norm_rms_epsilon"), ("rwkv7", "attention.layer_norm_epsilon")],
+ROPE, RMS, LAYER_NORM = (
+    "rope.dimension_count",
+    "attention.layer_norm_rms_epsilon",
+    "attention.layer_norm_epsilon",
 )
-def test_epsilons_that_cannot_be_are_refused(tmp_path: Path, name: str, key: str, value: float) -> None:
-    """ggml ends the process where a norm's epsilon is negative or no number, once tokens are evaluated."""
-    model = zoo.make(name)
-    assert key in model.keys
-    model.keys[key] = value
-    path = tmp_path / "model.gguf"
-    model.write(path)
-    with pytest.raises(InvalidModelFileError, match=rf"its {key} is {value}(; a norm's eps|, not a number)"):
-        Llama(path, n_ctx=256, verbose=False)
+SCALE, LENGTH, SECTIONS = (
+    "attention.temperature_scale",
+    "attention.temperature_length",
+    "rope.dimension_sections",
+)
+NO_PAIRS, NO_EPSILON = r", and RoPE turns pairs of the \d+ el", r"(; a norm's eps|, not a number)"
+NUMBERS: list[tuple[str, dict[str, object], str]] = [
+    # ggml aborts where RoPE turns half a pair, or more than a head; where it turns none it never ends
+    *(("gemma2", {ROPE: n}, f"its {ROPE} is {n}{NO_PAIRS}") for n in (0, 63, 66, 2**32 - 1)),
+    ("gemma2", {f"{ROPE}_swa": 31}, f"its {ROPE}_swa is 31{NO_PAIRS}"),
+    ("qwen35", {ROPE: 0}, f"its {ROPE} is 0{NO_PAIRS}"),
+    ("qwen35", {SECTIONS: [0, 0, 0, 0]}, "dimension_sections are .*not all 0"),
+    ("qwen35", {SECTIONS: [31, 31, 31, 31]}, "dimension_sections are .* together at most"),
+    ("llama-64", {"rope.freq_base": math.nan}, r"its rope\.freq_base is nan, not a number"),
+    # and where a norm's epsilon is negative or no number, once tokens are evaluated
+    *(
+        (name, {key: value}, f"its {key} is {value}{NO_EPSILON}")
+        for name, key in (("qwen3", RMS), ("rwkv7", LAYER_NORM))
+        for value in (-1.0, -(2.0**-17), 2.0, math.inf, -math.inf, math.nan)
+    ),
+    # no layers to evaluate a token with
+    *(("glm4moe", {"nextn_predict_layers": n}, f"{n} of its 2 layers guess further") for n in (2, 2**31)),
+    ("deepseek2", {SCALE: 0.5}, "temperature_length is None: it must be 1"),
+    ("deepseek2", {SCALE: 0.5, LENGTH: 0}, "temperature_length is 0: it must be 1"),
+    # divisions by zero, and writes behind a buffer
+    ("llama4", {"attention.sliding_window": 0}, "sliding_window is 0: it must be 1 or more"),
+    ("rwkv7", {"wkv.head_size": 2}, "wkv.head_size is 2: it must be a multiple of 32"),
+    ("qwen35", {"full_attention_interval": 0}, "full_attention_interval is 0: it must be 1 or more"),
+    *(
+        ("llama-64", {key: 2**32 - 1}, rf"its {key} is 4294967295: it must be from 0 to \d+")
+        for key in ("block_count", "context_length")
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "message"), NUMBERS)
+def test_numbers_that_end_the_process_are_refused(
+    tmp_path: Path, name: str, keys: dict[str, object], message: str
+) -> None:
+    with pytest.raises(InvalidModelFileError, match=message):
+        Llama(write(tmp_path, name, keys), **TINY)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [("gemma2", {ROPE: 62}), ("nemotron-h", {ROPE: 0}), ("deepseek2", {SCALE: 0.5, LENGTH: 8192})],
+)
+def test_numbers_that_may_be_are_taken(tmp_path: Path, name: str, keys: dict[str, object]) -> None:
+    with Llama(write(tmp_path, name, keys), kv="f16", **TINY) as llm:
+        llm.eval([1, 2, 3])
 
 
 def test_a_model_without_causal_attention_is_evaluated_in_whole_batches(tmp_path: Path) -> None:
     """llama.cpp ends the process where a batch has more tokens than a micro-batch."""
-    model = zoo.make("llama-64")
-    model.keys["attention.causal"] = False
-    path = tmp_path / "model.gguf"
-    model.write(path)
+    path = write(tmp_path, "llama-64", {"attention.causal": False})
     for kv in ("f16", "mixed"):
         with Llama(path, kv=kv, n_ctx=256, n_batch=64, n_ubatch=32, verbose=False) as llm:
             llm.eval(list(range(3, 103)))
             assert llm.n_tokens == 100
-
-
-@pytest.mark.parametrize("n", [2, 2**31])
-def test_a_model_of_mtp_layers_alone_is_refused(tmp_path: Path, n: int) -> None:
-    """ggml ends the process at the first token: there are no layers to evaluate it with."""
-    model = zoo.make("glm4moe")
-    model.keys["nextn_predict_layers"] = n
-    path = tmp_path / "model.gguf"
-    model.write(path)
-    with pytest.raises(InvalidModelFileError, match=rf"{n} of its 2 layers guess further tokens"):
-        Llama(path, n_ctx=256, verbose=False)
-
-
-@pytest.mark.parametrize("length", [None, 0, 8192])
-def test_a_temperature_in_steps_of_no_length_is_refused(tmp_path: Path, length: int | None) -> None:
-    """llama.cpp ends the process at the first token."""
-    model = zoo.make("deepseek2")
-    model.keys["attention.temperature_scale"] = 0.5
-    if length is not None:
-        model.keys["attention.temperature_length"] = length
-    path = tmp_path / "model.gguf"
-    model.write(path)
-    if length:
-        with Llama(path, kv="f16", n_ctx=256, verbose=False) as llm:
-            llm.eval([1, 2, 3])
-        return
-    with pytest.raises(InvalidModelFileError, match=rf"temperature_length is {length}: it must be 1"):
-        Llama(path, n_ctx=256, verbose=False)
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "value", "message"),
-    [
-        ("llama4", "attention.sliding_window", 0, "sliding_window is 0: it must be 1 or more"),
-        ("rwkv7", "wkv.head_size", 2, "wkv.head_size is 2: it must be a multiple of 32"),
-        ("qwen35", "full_attention_interval", 0, "full_attention_interval is 0: it must be 1 or more"),
-        ("qwen35", "rope.dimension_sections", [0, 0, 0, 0], "dimension_sections are .*not all 0"),
-        ("qwen35", "rope.dimension_sections", [31, 31, 31, 31], "dimension_sections are .* together at most"),
-    ],
-)
-def test_numbers_that_end_the_process_are_refused(
-    tmp_path: Path, name: str, key: str, value: object, message: str
-) -> None:
-    """A division by zero while the model is loaded, assertions of ggml, and writes behind a buffer."""
-    model = zoo.make(name)
-    model.keys[key] = value
-    path = tmp_path / "model.gguf"
-    model.write(path)
-    with pytest.raises(InvalidModelFileError, match=message):
-        Llama(path, n_ctx=256, verbose=False)
-
-
-def test_a_number_that_is_none_is_refused(tmp_path: Path) -> None:
-    model = zoo.make("llama-64")
-    model.keys["rope.freq_base"] = math.nan
-    path = tmp_path / "model.gguf"
-    model.write(path)
-    with pytest.raises(InvalidModelFileError, match=r"its rope\.freq_base is nan, not a number"):
-        Llama(path, n_ctx=256, verbose=False)
 
 
 @pytest.mark.parametrize(
@@ -209,10 +160,7 @@ def test_an_assertion_while_loading_is_an_error(
     tmp_path: Path, name: str, key: str, value: int, kv: str
 ) -> None:
     """Without `_core.Assertions` each of them ends the process."""
-    path = tmp_path / "model.gguf"
-    model = zoo.make(name)
-    model.keys[key] = value
-    model.write(path)
+    path = write(tmp_path, name, {key: value})
     with pytest.raises(InvalidModelFileError, match=r"model.gguf cannot be loaded: .*GGML_ASSERT\("):
         Llama(path, kv=kv, n_ctx=256, verbose=False)
     zoo.make("qwen3").write(path)
@@ -336,12 +284,7 @@ def test_threshold_smaller_than_group() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"n_ctx": 512},
-        {"n_ctx": 1024, "n_seq_max": 2},
-    ],
-    ids=["one sequence", "divided"],
+    "options", [{"n_ctx": 512}, {"n_ctx": 1024, "n_seq_max": 2}], ids=["one sequence", "divided"]
 )
 def test_threshold_above_the_context(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=r"quantization_threshold=600 .*n_ctx=512"):

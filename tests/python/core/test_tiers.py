@@ -25,7 +25,7 @@ def test_of_its_own(): pass
 @pytest.mark.parametrize("n", [1, pytest.param(2, marks=pytest.mark.core)])
 def test_of_a_parameter(n): pass
 
-@pytest.mark.parametrize("name", ["llama-64", "gemma4", "qwen3", "of no model"])
+@pytest.mark.parametrize("name", ["llama-64", "gemma4", "qwen3", "of_no_model"])
 def test_of_a_model(name): pass
 
 @pytest.mark.parametrize("attention", ["fused", "merged"])
@@ -68,62 +68,26 @@ for tier in ("core", "full", "nightly", ""):
 @pytest.fixture(scope="module")
 def collected(folder: Path) -> dict[str, set[str]]:
     """The tests of each tier, and under no name all."""
-    options = [
-        "-c",
-        str(REPOSITORY / "pyproject.toml"),
-        "-p",
-        "conftest",
-        "--collect-only",
-        "-q",
-        str(folder),
-    ]
-    command = [sys.executable, "-c", COLLECT, *options]
+    options = f"-c {REPOSITORY / 'pyproject.toml'} -p conftest --collect-only -q".split()
+    command = [sys.executable, "-c", COLLECT, *options, str(folder)]
     done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     parts = [part.splitlines() for part in done.stdout.split("tier:")[1:]]
     return {name: {line.rpartition("::")[2] for line in rest if "::" in line} for name, *rest in parts}
 
 
-@pytest.mark.parametrize(
-    ("tier", "tests"),
-    [
-        (
-            "core",
-            {
-                "test_of_the_file",
-                "test_of_a_parameter[2]",
-                "test_of_a_model[llama-64]",
-                "test_of_a_model[of no model]",
-                "test_of_both[gemma2-fused]",
-                "test_of_both[gemma2-merged]",
-            },
-        ),
-        (
-            "full",
-            {
-                "test_of_a_model[gemma4]",
-                "test_of_both[gemma4-fused]",
-                "test_without_a_mark",
-                "test_marked[fused]",
-                "test_marked[merged]",
-                "test_attention[fused]",
-            },
-        ),
-        (
-            "nightly",
-            {
-                "test_of_its_own",
-                "test_of_a_parameter[1]",
-                "test_of_a_model[qwen3]",
-                "test_of_both[gemma4-merged]",
-                "test_real",
-                "test_attention[merged]",
-            },
-        ),
-    ],
-)
-def test_a_test_is_of_one_tier(collected: dict[str, set[str]], tier: str, tests: set[str]) -> None:
-    assert collected[tier] == tests
+OF_TIER = {
+    "core": "of_the_file of_a_parameter[2] of_a_model[llama-64] of_both[gemma2-fused] of_both[gemma2-merged] "
+    "of_a_model[of_no_model]",
+    "full": "of_a_model[gemma4] of_both[gemma4-fused] without_a_mark marked[fused] marked[merged] "
+    "attention[fused]",
+    "nightly": "of_its_own of_a_parameter[1] of_a_model[qwen3] of_both[gemma4-merged] real attention[merged]",
+}
+
+
+@pytest.mark.parametrize("tier", OF_TIER)
+def test_a_test_is_of_one_tier(collected: dict[str, set[str]], tier: str) -> None:
+    assert collected[tier] == {f"test_{name}" for name in OF_TIER[tier].split()}
 
 
 @pytest.mark.parametrize(

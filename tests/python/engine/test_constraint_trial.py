@@ -76,15 +76,13 @@ def test_a_schema_whose_first_token_takes_long_is_refused() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_hostile_constraint_compiles_or_is_refused_in_time(seed: int) -> None:
-    """`support.hostile_constraints` tries 10,000."""
     seconds, outcome = compile_one(seed)
     assert outcome
     assert seconds < 2 * trial.SECONDS
 
 
 @pytest.mark.parametrize(
-    ("kind", "text"),
-    [("regex", "a(b"), ("json_schema", '{"type": "string", "pattern": "a(b"}')],
+    ("kind", "text"), [("regex", "a(b"), ("json_schema", '{"type": "string", "pattern": "a(b"}')]
 )
 def test_the_reason_of_an_error_in_an_expression_is_said(kind: Any, text: str) -> None:
     with pytest.raises(ValueError, match=r"^it: the regular expression 'a\(b': unclosed group$"):

@@ -6,15 +6,17 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from mixedkv.engine.embed.embedder import Embedder
+from mixedkv.engine.embed.embedding_context import Piece
 from mixedkv.engine.schedule.contract import Observer, StepPlan
 from mixedkv.engine.schedule.fair_queue import Limits, TenantLimits, unlimited
-from mixedkv.errors import QueueFullError
+from mixedkv.errors import EngineError, QueueFullError
 
 N_EMBD = 2
 
@@ -28,7 +30,10 @@ class Engine:
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
-        future.set_result(function())
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(error)
         return future
 
 
@@ -129,3 +134,68 @@ def test_each_tenant_has_room_of_its_own() -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     run(body, limits.__getitem__)
+
+
+class Slices(Context):
+    """Of a token t it gives (t, 1), and fails on 13."""
+
+    def __init__(self, n_slice: int = 8, on_token: Callable[[], object] = lambda: None) -> None:
+        super().__init__()
+        self.n_slice, self.on_token = n_slice, on_token
+        self.slices: list[list[Piece]] = []
+
+    def evaluate(self, pieces: list[Piece]) -> Any:
+        self.slices.append(pieces)
+        for _ in range(sum(len(piece.tokens) for piece in pieces)):
+            self.on_token()
+        if any(13 in piece.tokens for piece in pieces):
+            raise EngineError("13")
+        return np.array([[np.mean(piece.tokens), 1] for piece in pieces])
+
+    def join(self, vectors: Any, sizes: Any) -> Any:
+        return np.average(vectors, axis=0, weights=sizes)
+
+
+def embed_all(*requests: list[list[int]], context: Slices | None = None) -> tuple[Slices, list[Any]]:
+    context = context or Slices()
+
+    async def main() -> list[Any]:
+        embedder = Embedder(Engine(), context, max_requests=9, slowdown=2.0)  # type: ignore[arg-type]
+        return await asyncio.gather(*(embedder.embed(each) for each in requests), return_exceptions=True)
+
+    return context, asyncio.run(main())
+
+
+def test_requests_take_turns_and_only_one_input_is_unfinished() -> None:
+    long = [[i] * 5 for i in range(20, 30)]
+    context, results = embed_all(long, [[7] * 3], [[8]])
+    assert results[0].tolist() == [[i, 1] for i in range(20, 30)]
+    assert (results[1].tolist(), results[2].tolist()) == ([[7, 1]], [[8, 1]])
+    assert [piece.tokens[0] for piece in context.slices[0]] == [20, 7]  # the second request after one input
+    for pieces in context.slices:
+        assert sum(len(piece.tokens) for piece in pieces) <= context.n_slice
+        assert all(piece.first == 0 for piece in pieces[1:])
+        assert all(piece.ends for piece in pieces[:-1])
+
+
+def test_a_slice_that_fails_fails_those_in_it() -> None:
+    _, results = embed_all([[1] * 8, [2] * 8], [[13] * 8], [[3] * 8])
+    assert isinstance(results[1], EngineError)
+    assert (results[0].tolist(), results[2].tolist()) == ([[1, 1], [2, 1]], [[3, 1]])
+
+
+@pytest.mark.nightly
+def test_slices_are_short_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second, when nothing runs: whoever comes waits for it."""
+    clock = [0.0]
+
+    def take_long() -> None:
+        clock[0] += 0.02
+
+    monkeypatch.setattr("mixedkv.engine.embed.embedder.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    slow = Slices(n_slice=512, on_token=take_long)
+    context, (vectors,) = embed_all([[20] * 80], context=slow)
+    assert vectors.tolist() == [[20, 1]]
+    sizes = [sum(len(piece.tokens) for piece in pieces) for pieces in context.slices]
+    assert sizes[0] <= 32  # nothing is known yet
+    assert 0.3 < max(sizes[1:]) * 0.02 <= 0.5

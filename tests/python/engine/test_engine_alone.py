@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from mixedkv import Llama
-from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import Recall, make_recall
 from mixedkv.engine import Engine, StoreConnector
 from mixedkv.engine.inbox import Inbox, deliver_directly
@@ -22,28 +21,19 @@ from mixedkv.engine.jobs.job import Delta, Event, Job
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.store import KVStore
+from support.conversation_support import open_llama
 from support.patience import PATIENCE, wait_for
 
 RECALLS = [make_recall(i, 12) for i in range(6)]
 GREEDY: dict[str, Any] = {"max_tokens": 24, "temperature": 0}
 
 
-def open_llama(n_seq_max: int = 8, kv_unified: bool = True) -> Llama:
-    return Llama(
-        model_path(),
-        kv="mixed",
-        n_ctx=2048,
-        n_seq_max=n_seq_max,
-        kv_unified=kv_unified,
-        n_threads=1,
-        n_threads_batch=1,
-        verbose=False,
-    )
+SHAPE: dict[str, Any] = {"n_ctx": 2048, "n_seq_max": 8, "kv_unified": True}
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[Llama]:
-    with open_llama() as llm:
+    with open_llama(**SHAPE) as llm:
         yield llm
 
 
@@ -158,9 +148,9 @@ def test_bad_prompts(engine: Engine) -> None:
 
 
 def test_a_llama_that_cannot_batch_is_refused() -> None:
-    with open_llama(n_seq_max=1) as llm, pytest.raises(ValueError, match="n_seq_max"):
+    with open_llama(n_seq_max=1, kv_unified=True) as llm, pytest.raises(ValueError, match="n_seq_max"):
         Engine(llm)
-    with open_llama(kv_unified=False) as llm, pytest.raises(ValueError, match="kv_unified"):
+    with open_llama(n_seq_max=8, kv_unified=False) as llm, pytest.raises(ValueError, match="kv_unified"):
         Engine(llm)
 
 

@@ -86,12 +86,7 @@ def test_what_is_stored_has_its_window_though_others_have_taken_it(
         return put(*args)
 
     monkeypatch.setattr(StoredRows, "put", put_late)
-    options: dict[str, Any] = {
-        "kv": "mixed",
-        "n_ctx": 768,
-        "parallel": 1,
-        "idle": 7,
-    }
+    options: dict[str, Any] = {"kv": "mixed", "n_ctx": 768, "parallel": 1, "idle": 7}
     prompts = [chat(" ".join(make_recall(500 + seed, 20).journal)) for seed in range(3)]
     with Direct(**options, connector=StoreConnector(KVStore(tmp_path))) as direct:
         jobs = [direct.start(text, 8, ignore_end=True) for text in prompts]

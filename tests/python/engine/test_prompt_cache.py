@@ -7,32 +7,21 @@ from typing import Any
 
 import pytest
 
-from mixedkv import Llama
-from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine import PromptCache
 from mixedkv.store import KVStore
+from support.conversation_support import open_llama
 
 RECALL = make_recall(3, 40)
 OPTIONS: dict[str, Any] = {"max_tokens": 24, "temperature": 0}
 
 
-def open_llama() -> Llama:
-    return Llama(
-        model_path(),
-        kv="mixed",
-        n_ctx=4096,
-        n_seq_max=8,
-        kv_unified=True,
-        n_threads=1,
-        n_threads_batch=1,
-        verbose=False,
-    )
+SHAPE: dict[str, Any] = {"n_ctx": 4096, "n_seq_max": 8, "kv_unified": True}
 
 
 def test_what_was_warmed_is_not_evaluated_again() -> None:
     document = RECALL.text
-    with open_llama() as llm, PromptCache(llm) as cache:
+    with open_llama(**SHAPE) as llm, PromptCache(llm) as cache:
         warmed = cache.warm(document)
         assert (warmed.evaluated, warmed.text, warmed.tokens) == (warmed.prompt_tokens, "", ())
         answer = cache.generate(document + " The end is", **OPTIONS)
@@ -47,7 +36,7 @@ def test_what_was_warmed_is_not_evaluated_again() -> None:
 
 
 def test_a_batch_shares_what_its_prompts_have_in_common() -> None:
-    with open_llama() as llm, PromptCache(llm) as cache:
+    with open_llama(**SHAPE) as llm, PromptCache(llm) as cache:
         cache.warm(RECALL.text)
         answers = cache.generate_batch([f"{RECALL.text} {i}. The" for i in range(3)], **OPTIONS)
         assert len(answers) == 3
@@ -55,7 +44,7 @@ def test_a_batch_shares_what_its_prompts_have_in_common() -> None:
 
 
 def test_another_process_goes_on_from_the_store(tmp_path: Path) -> None:
-    with open_llama() as llm:
+    with open_llama(**SHAPE) as llm:
         with PromptCache(llm, KVStore(tmp_path)) as cache:
             first = cache.generate(RECALL.messages, **OPTIONS)
         with PromptCache(llm, KVStore(tmp_path)) as cache:  # the context is empty again
@@ -66,7 +55,7 @@ def test_another_process_goes_on_from_the_store(tmp_path: Path) -> None:
 
 
 def test_a_wrong_prompt_of_a_batch_answers_none() -> None:
-    with open_llama() as llm, PromptCache(llm) as cache:
+    with open_llama(**SHAPE) as llm, PromptCache(llm) as cache:
         with pytest.raises(ValueError, match="shorten"):
             cache.generate_batch(["The", "The " * 5000], **OPTIONS)
         assert cache.generate("The", **OPTIONS).tokens

@@ -9,6 +9,6 @@ from support.random_queue import run_world
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in (30, 60, 90))])
 def test_every_job_of_a_random_world_ends(first: int) -> None:
-    """10,000 steps, in `nightly` 40,000; `support.random_queue` runs more."""
+    """10,000 steps, in `nightly` 40,000."""
     for seed in range(first, first + 30):
         run_world(seed)

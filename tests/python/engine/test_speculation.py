@@ -133,7 +133,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "min_tokens": {"min_tokens": 30},
     "logprobs": {"n_logprobs": 3},
     "schema": {"sampling": Sampling(temperature=0.8, seed=6, constraint=CONSTRAINT)},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -252,10 +252,7 @@ def test_sampled_tokens_have_the_models_distribution() -> None:
         starts = []
         for seed in range(1500):
             job, events = direct.job(
-                tokens[:-1],
-                3,
-                ignore_end=True,
-                sampling=Sampling(temperature=temperature, seed=seed),
+                tokens[:-1], 3, ignore_end=True, sampling=Sampling(temperature=temperature, seed=seed)
             )
             job.answer.drafter = Always(drafts)
             starts.append((job, events))

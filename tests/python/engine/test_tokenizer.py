@@ -31,10 +31,27 @@ RECURSIVE = (
 )
 # ... and the others it knows.
 OTHERS = (
-    "bailingmoe", "bloom", "chameleon", "deepseek-coder", "exaone-moe", "gpt3-finnish",
-    "granite-embed-multi-97m", "hunyuan-dense", "hy_v4", "jais-2", "joyai-llm", "minicpm5", "poro-chat",
-    "spark2_5", "superbpe", "tiny_aya", "ufakzeka", "viking", "whitespace", "youtu",
-)  # fmt: skip
+    "bailingmoe",
+    "bloom",
+    "chameleon",
+    "deepseek-coder",
+    "exaone-moe",
+    "gpt3-finnish",
+    "granite-embed-multi-97m",
+    "hunyuan-dense",
+    "hy_v4",
+    "jais-2",
+    "joyai-llm",
+    "minicpm5",
+    "poro-chat",
+    "spark2_5",
+    "superbpe",
+    "tiny_aya",
+    "ufakzeka",
+    "viking",
+    "whitespace",
+    "youtu",
+)
 
 # Runs that would take them hours: each character of one is followed to the run's end.
 QUADRATIC = {"deepseek-llm": (" ", 1 << 12), "jais-2": (" ", 1 << 16), "superbpe": ("7", 1 << 12)}

@@ -143,10 +143,7 @@ def test_blocks_bring_their_checkpoint_along(open_context: Callable[[], Context]
     description = json.loads(json.dumps(block.describe()))
     block = KVBlock.from_arrays(description, block.to_arrays())
     want = cold(open_context(), SAVED)
-    for parts in (
-        [block.slice(0, SAVED)],
-        [block.slice(0, 70), block.slice(70, SAVED)],
-    ):
+    for parts in ([block.slice(0, SAVED)], [block.slice(0, 70), block.slice(70, SAVED)]):
         other = open_context()
         for part in parts:
             other.kv.load(part, more=part is not parts[-1])
@@ -160,8 +157,7 @@ def test_what_is_not_this_models_is_refused(
     context = open_context()
     point = saved(context)
     alien = Context(
-        zoo_path("llama-128" if kind[0] != "lfm2" else "mamba"),
-        "mixed" if kind[0] != "lfm2" else "f16",
+        zoo_path("llama-128" if kind[0] != "lfm2" else "mamba"), "mixed" if kind[0] != "lfm2" else "f16"
     )
     with pytest.raises(ValueError, match=r"state|layer|block|group"):
         context.kv.resume(saved(alien), SAVED, 0, 1)

@@ -86,44 +86,6 @@ def test_after_500_rejected_drafts_logits_are_to_the_bit_those_without(
         assert np.array_equal(mine, theirs)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("n_seq_max", "unified"), SHAPES)
-def test_500_rounds_are_to_the_bit_those_without_drafts(
-    open_ctx, attention: str, n_seq_max: int, unified: bool
-) -> None:
-    """One context decodes drafts and takes back what is rejected, the other gets what is accepted.
-
-    Sums are formed in another order, whatever the window does, for batches of 1, 2 and more than 16 tokens
-    and for other numbers of cells that llama.cpp looks at, a multiple of 256: so there are no others here.
-    """
-    if attention == "fused" and _core.version()["isa"] not in ("scalar", "neon"):
-        pytest.skip(
-            "x86 rounds weights by the largest scale of a block, also of keys that only rejected tokens see"
-        )
-    kv = KV.with_(attention=attention, threshold=32, group=8)
-    shared = n_seq_max > 1 and unified
-    options = {"n_ctx": 256 if shared else 256 * n_seq_max, "n_seq_max": n_seq_max, "unified": unified}
-    ctx, twin = (open_ctx("llama-64", kv, **options) for _ in range(2))
-    random = np.random.default_rng(7)
-    ends = [0] * n_seq_max
-    for _ in range(500):
-        seq = int(random.integers(0, n_seq_max))
-        n = ends[seq]
-        drafted = int(random.integers(0, 14))
-        accepted = int(random.integers(0, drafted + 1))
-        batch = prompt(3 + drafted, int(random.integers(0, 10**6)))
-        got = ctx.decode(batch, positions=n, seq_ids=seq)
-        ctx.rm(seq, n + 3 + accepted)
-        want = twin.decode(batch[: 3 + accepted], positions=n, seq_ids=seq)
-        assert np.array_equal(got[: 3 + accepted], want)
-        assert ctx.sequences() == twin.sequences()
-        ends[seq] = n + 3 + accepted
-        if ends[seq] > (60 if shared else 230):
-            for side in (ctx, twin):
-                side.rm(seq)
-            ends[seq] = 0
-
-
 def _hot(llm: Llama) -> list[bool]:
     """Of the tokens that generate() has given out, which are F16."""
     address = _llama_cpp.context(llm)

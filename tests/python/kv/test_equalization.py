@@ -24,6 +24,7 @@ from support.divergence import divergence, log_p
 from support.harness import Ctx, Mixed, Model, Uniform, prompt, rel_rms
 from support.hidden import hidden
 from support.planted import plant
+from support.zoo.dense import stablelm
 
 N = 640
 OFF = Mixed(equalize=False)
@@ -129,25 +130,12 @@ def qwen2() -> zoo.Gguf:
     return wild(with_bias(zoo.decoder(zoo.Shape("qwen2", "qwen2", n_embd=256, rope="neox"))))
 
 
-def stablelm() -> zoo.Gguf:
-    """RoPE turns a quarter of a head; the norms have biases."""
-    g = wild(zoo.decoder(zoo.Shape("stablelm", "stablelm", n_embd=256, rope="neox")))
-    g.keys |= {
-        "rope.dimension_count": 16,
-        "attention.layer_norm_epsilon": 1e-5,
-        "use_parallel_residual": False,
-    }
-    for name in [name for name in g.tensors if name.endswith("_norm.weight")]:
-        g.vector(name.replace("weight", "bias"), 256, mean=0.0, std=0.3)
-    return g
-
-
 MODELS: dict[str, tuple[Callable[[], zoo.Gguf], int]] = {  # and how many elements of a head RoPE turns
     "pairs of neighbours": (lambda: wild(zoo.make("llama-64")), 64),
     "halves, biases": (qwen2, 64),
     "one tensor": (lambda: fused_qkv(qwen2()), 64),
     "norms of Q and K": (lambda: zoo.make("qwen3"), 64),
-    "partial rotary": (stablelm, 16),
+    "partial rotary": (lambda: wild(stablelm()), 16),
     "no RoPE": (lambda: wild(zoo.make("refact")), 0),
 }
 

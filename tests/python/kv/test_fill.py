@@ -99,13 +99,7 @@ def test_evaluation_can_end_early(tokens: np.ndarray) -> None:
 
 @pytest.mark.parametrize(
     ("positions", "match"),
-    [
-        ([5, 6], "position 5"),
-        ([200, 9], "ascend"),
-        ([-1, 200], "ascend"),
-        ([200], "shape"),
-        ([], "shape"),
-    ],
+    [([5, 6], "position 5"), ([200, 9], "ascend"), ([-1, 200], "ascend"), ([200], "shape"), ([], "shape")],
 )
 def test_positions_that_are_there_or_do_not_ascend(
     positions: list[int], match: str, tokens: np.ndarray

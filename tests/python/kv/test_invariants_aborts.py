@@ -111,7 +111,7 @@ def test_of_tokens_that_are_in_two_sequences(open_ctx: Any, name: str, kv: str) 
     assert_same_end(ctx, twin, 2)
 
 
-@kinds([*HYBRID, *RECURRENT])
+@kinds([*HYBRID, *RECURRENT, "llama-64"])
 def test_in_a_later_micro_batch(open_ctx: Any, name: str, kv: str) -> None:
     """Those before it stay, as if the batch had ended there."""
     ctx, twin = (open_ctx(name, KVS[kv], n_ubatch=16) for _ in range(2))

@@ -74,13 +74,3 @@ def test_several_calls_are_one_prompt(open_pair, attention: str) -> None:
     got = np.concatenate([parts.decode(tokens[a:b]) for a, b in pairwise(cuts)])
     assert worst(got, want) < tolerance(kv)
     assert parts.rows(1, "k")[2].tolist() == whole.rows(1, "k")[2].tolist()
-
-
-@pytest.mark.parametrize("n_threads", [2, 3])
-def test_threads_do_not_change_the_fused_result(open_ctx, has_fused: bool, n_threads: int) -> None:
-    if not has_fused:
-        pytest.skip("no fused kernel in this build")
-    kv = WINDOW.with_(attention="fused")
-    one = open_ctx("llama-128", kv, n_threads=1).decode(prompt(N))
-    other = open_ctx("llama-128", kv, n_threads=n_threads).decode(prompt(N))
-    assert np.array_equal(one, other)

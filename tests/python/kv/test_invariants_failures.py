@@ -72,40 +72,6 @@ def test_an_abort_costs_nothing(open_ctx, attention: str, n: int, n_calls: int) 
     assert_untouched(ctx, twin)
 
 
-@pytest.mark.parametrize("n_calls", [100, 130, 160])
-def test_an_abort_in_a_later_micro_batch(open_ctx, attention: str, n_calls: int) -> None:
-    """The micro-batches before it stay, as if the batch had ended there."""
-    kv = KV.with_(attention=attention)
-    ctx, twin = (open_ctx("llama-64", kv, n_ubatch=32) for _ in range(2))
-    for side in (ctx, twin):
-        side.decode(tokens[:40])
-    ctx.abort_after(n_calls)
-    with pytest.raises(DecodeError):
-        ctx.decode(tokens[40:300])
-    ctx.abort_after(None)
-    done = ctx.pos_max() + 1
-    assert 40 < done < 300
-    twin.decode(tokens[40:done])
-    assert_untouched(ctx, twin)
-
-
-def test_an_abort_of_several_sequences(open_ctx, attention: str) -> None:
-    """Tokens of two sequences at once, one of them in both: upstream takes it out of the first only."""
-    kv = KV.with_(attention=attention)
-    ctx, twin = (open_ctx("llama-64", kv, n_seq_max=2, unified=True) for _ in range(2))
-    for side in (ctx, twin):
-        side.decode(tokens[:40], seq_ids=[[0, 1]] * 40)
-    ctx.abort_after(25)
-    with pytest.raises(DecodeError):
-        ctx.decode(tokens[40:90], seq_ids=[[0, 1]] * 50)
-    with pytest.raises(DecodeError):
-        ctx.decode(tokens[40:44], positions=[40, 41, 40, 41], seq_ids=[[0], [0], [1], [1]])
-    ctx.abort_after(None)
-    assert ctx.pos_max(0) == ctx.pos_max(1) == 39
-    assert ctx.save_seq(1) == twin.save_seq(1)
-    assert_untouched(ctx, twin)
-
-
 @pytest.mark.parametrize("name", ["llama-64", "gpt-oss"])
 @pytest.mark.parametrize("n_calls", [0, 1, 40, 75, 100, 130])
 def test_abort_in_the_middle(open_pair, attention: str, name: str, n_calls: int) -> None:

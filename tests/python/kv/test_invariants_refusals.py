@@ -12,11 +12,7 @@ from support.harness import TYPES, Ctx, InitError, Mixed, Uniform, prompt
 
 pytestmark = pytest.mark.core
 
-CASES = {
-    "llama-48": ["head", "48", "32"],
-    "mamba": ["mamba"],
-    "bert": ["bert"],
-}
+CASES = {"llama-48": ["head", "48", "32"], "mamba": ["mamba"], "bert": ["bert"]}
 
 
 @pytest.mark.parametrize("name", CASES)

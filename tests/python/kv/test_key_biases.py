@@ -16,6 +16,7 @@ from support import zoo
 from support.divergence import divergence, log_p
 from support.harness import Ctx, Mixed, Model, Uniform, prompt, rel_rms
 from support.planted import plant
+from support.zoo.dense import stablelm
 
 F32 = Uniform(k="f32", v="f32", flash=False)
 
@@ -54,19 +55,6 @@ def factors() -> zoo.Gguf:
     """As Llama 3: each frequency by a factor of its own."""
     g = llama()
     g.tensors["rope_freqs.weight"] = np.linspace(1, 8, g.shape.head // 2).astype(np.float32)
-    return g
-
-
-def stablelm() -> zoo.Gguf:
-    """RoPE turns a quarter of a head."""
-    g = zoo.decoder(zoo.Shape("stablelm", "stablelm", n_embd=256, rope="neox"))
-    g.keys |= {
-        "rope.dimension_count": 16,
-        "attention.layer_norm_epsilon": 1e-5,
-        "use_parallel_residual": False,
-    }
-    for name in [name for name in g.tensors if name.endswith("_norm.weight")]:
-        g.vector(name.replace("weight", "bias"), 256, mean=0.0, std=0.3)
     return g
 
 

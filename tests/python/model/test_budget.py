@@ -213,10 +213,7 @@ def test_bits_of_a_llama() -> None:
         ("mixed:budget=0.5bit", r"budget=0\.5bit: use 1bit"),
         ("mixed:budget=4bit,cold=q8_0", "budget=4bit chooses the cold types"),
         ("mixed:budget=much", "budget='much' is not a size: use e.g. 2GiB"),
-        (
-            "mixed:budget=2GiB,cold=q8_0",
-            "chooses the cold types: leave cold and layers out",
-        ),
+        ("mixed:budget=2GiB,cold=q8_0", "chooses the cold types: leave cold and layers out"),
         ("mixed:balanced,budget=2GiB", "chooses the cold types"),
         ("mixed:layers=0:q8_0,budget=2GiB", "chooses the cold types"),
     ],

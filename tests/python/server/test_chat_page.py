@@ -22,11 +22,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="needs the Python
 pytestmark = needs_chromium
 KEY = "alice-key-0123456789"
 CHAT = "**/v1/chat/completions"
-USAGE = {
-    "prompt_tokens": 1300,
-    "completion_tokens": 7,
-    "prompt_tokens_details": {"cached_tokens": 1204},
-}
+USAGE = {"prompt_tokens": 1300, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 1204}}
 ENDLESS = {"ignore_eos": True, "max_tokens": 60_000}  # for minutes
 _KEPT = """async () => {
     const { loadChat } = await import(location.origin + "/page/chats.js");

@@ -267,9 +267,12 @@ def test_litellm(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == whole
     tool = {"type": "function", "function": {"name": "Sum", "parameters": Sum.model_json_schema()}}
     called = litellm.completion(
-        **{**options, "max_tokens": 200}, tools=[tool], tool_choice="required", parallel_tool_calls=False,
+        **{**options, "max_tokens": 200},
+        tools=[tool],
+        tool_choice="required",
+        parallel_tool_calls=False,
         logit_bias=BRIEF,
-    )  # fmt: skip
+    )
     (call,) = called.choices[0].message.tool_calls
     assert Sum.model_validate_json(call.function.arguments)
     own = {**options, "max_tokens": 200, "tools": [tool], "parallel_tool_calls": False, "logit_bias": CALLING}

@@ -45,17 +45,11 @@ def thinks() -> Iterator[Server]:
 
 def events(server: Server, path: str, body: Any) -> list[dict[str, Any]]:
     """Of a stream whose events have names."""
-    with httpx.stream("POST", server.url + path, json={**body, "stream": True}, timeout=PATIENCE) as response:
-        assert response.status_code == 200, response.read()
-        blocks = response.read().decode().strip().split("\n\n")
-    out = []
-    for block in blocks:
-        if block.startswith(":"):
-            continue
-        name, data = block.split("\n")
-        out.append(json.loads(data.removeprefix("data: ")))
-        assert name == f"event: {out[-1]['type']}"
-    return out
+    text = server.post(path, {**body, "stream": True})
+    blocks = [block.split("\n") for block in text.strip().split("\n\n") if not block.startswith(":")]
+    found = [json.loads(data.removeprefix("data: ")) for _, data in blocks]
+    assert [name for name, _ in blocks] == [f"event: {each['type']}" for each in found]
+    return found
 
 
 # --- tokens and templates ---
@@ -158,8 +152,12 @@ def test_a_stream_of_calls(tools: Server) -> None:
     stream = events(tools, "/v1/messages", {**ASK, **CALLS})
     kinds = [each["type"] for each in stream if each["type"] != "content_block_delta"]
     assert kinds == [
-        "message_start", "content_block_start", "content_block_stop", "message_delta", "message_stop",
-    ]  # fmt: skip
+        "message_start",
+        "content_block_start",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+    ]
     pieces = [each["delta"]["partial_json"] for each in stream if each["type"] == "content_block_delta"]
     assert len(pieces) > 2
     assert json.loads("".join(pieces)) == whole["input"]

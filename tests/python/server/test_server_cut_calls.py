@@ -91,13 +91,7 @@ def anthropic(server: Server, n: int, stop: str | None = None, stream: bool = Fa
 
 def ollama(server: Server, n: int, stop: str | None = None, stream: bool = False) -> dict[str, Any]:
     options: dict[str, Any] = {"num_predict": n, **MORE} | ({"stop": [stop]} if stop else {})
-    body = {
-        "messages": ASK,
-        "tools": [TOOL],
-        "tool_choice": "required",
-        "stream": stream,
-        "options": options,
-    }
+    body = {"messages": ASK, "tools": [TOOL], "tool_choice": "required", "stream": stream, "options": options}
     lines = events(server, "/api/chat", body) if stream else [server.post("/api/chat", body)]
     calls = [
         call["function"]["arguments"] for line in lines for call in line["message"].get("tool_calls", ())

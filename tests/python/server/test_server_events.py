@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from mixedkv.bundled import model_path
 from support.patience import PATIENCE
-from support.remote_servers import free_port, free_ports
+from support.remote_servers import free_port
 from support.server_support import Direct, running
 
 msgspec = pytest.importorskip("msgspec", reason="msgspec is not installed")
@@ -159,34 +158,6 @@ def test_a_server_tells_routers_what_it_holds() -> None:
             'mixedkv:lora_requests_info{max_lora="0",running_lora_adapters="",waiting_lora_adapters=""} 1',
         ):
             assert line in text
-
-
-@pytest.mark.nightly
-def test_each_model_tells_under_a_topic_of_its_own() -> None:
-    """Who listens to one hears of no other's blocks."""
-    port = free_ports(2)  # the second model has the next one
-    endpoint = f"tcp://127.0.0.1:{port}"
-    options = [f"--model={name}={model_path()}" for name in ("one", "two")]
-    options += ["--kv-events", endpoint + "#kv@pod@{model}", "--n-ctx", "1024"]
-    decode = msgspec.msgpack.Decoder(type=KVEventBatch).decode
-    with running(*options) as server:
-        held = {}
-        for name in ("one", "two"):
-            prompt = f"This is for the model {name}, and for no other one of them. " * 4
-            tokens = server.post("/tokenize", {"content": prompt, "add_special": True})["tokens"]
-            held[name] = tuple(tokens[: len(tokens) // BLOCK * BLOCK])
-            server.post("/v1/completions", {"model": name, "prompt": prompt, "max_tokens": 1})
-        for i, (name, tokens) in enumerate(held.items()):
-            with listening(f"tcp://127.0.0.1:{port + i}", f"kv@pod@{name}") as subscriber:
-                listener, numbers = Listener(), []
-                while tokens not in listener.blocks.values():
-                    topic, number, payload = subscriber.recv_multipart()
-                    assert topic.decode() == f"kv@pod@{name}"
-                    numbers.append(int.from_bytes(number, "big"))
-                    for event in decode(payload).events:
-                        listener.hear(event)
-                assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-                assert set(held.values()) & set(listener.blocks.values()) == {tokens}
 
 
 def test_a_model_that_ends_holds_nothing_and_others_go_on() -> None:

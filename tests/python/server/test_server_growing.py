@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -87,9 +86,9 @@ def test_the_mode_at_its_creation_is_the_default(server: Server) -> None:
 
 def test_a_stream_grows_it_too(server: Server) -> None:
     make(server, "stream")
-    status, text, headers = ask(server, "stream", "Where?", append=True, stream=True)
-    assert (status, headers["x-session-version"]) == (200, "1")
-    chunks = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    turn = {"messages": [{"role": "user", "content": "Where?"}], "session_id": "stream", "append": True}
+    chunks = server.events(CHAT, {**turn, "max_tokens": 8, "temperature": 0})
+    assert version(server, "stream") == 1
     said = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
     turns = [SYSTEM, {"role": "user", "content": "Where?"}, {"role": "assistant", "content": said}]
     turns.append({"role": "user", "content": "And?"})

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.engine.chat.tokenizer import Tokenizer
 from support.fim import write_fim_model
-from support.patience import PATIENCE
 from support.server_support import Server, running
 
 SPECIALS = ("<|user|>", "<|end|>", "<|assistant|>")
@@ -50,10 +47,7 @@ def test_infill_whole_and_as_a_stream(server: Server) -> None:
     whole = server.post("/infill", {**BODY, "n_predict": 6})
     assert (whole["stop"], whole["tokens_predicted"]) == (True, 6)
     assert whole["stop_type"] == "limit"
-    body = {**BODY, "n_predict": 6, "stream": True}
-    with httpx.stream("POST", server.url + "/infill", json=body, timeout=PATIENCE) as response:
-        lines = [line for line in response.iter_lines() if line]
-    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    chunks = server.events("/infill", {**BODY, "n_predict": 6})
     assert "".join(chunk["content"] for chunk in chunks) == whole["content"]
     assert [chunk["stop"] for chunk in chunks[:-1]] == [False] * (len(chunks) - 1)
     assert chunks[-1]["stop"]

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.nightly
 langchain = pytest.importorskip("langchain_openai", reason="needs the package langchain-openai")
 suites = pytest.importorskip("langchain_tests.integration_tests", reason="needs the package langchain-tests")
 
-from support.langchain_suite import SmallModelSuite, run_async_tests  # noqa: E402
+from support.langchain_suite import ChatSuite, run_async_tests  # noqa: E402
 
 _server: Server | None = None
 _brief: dict[str, int] = {}
@@ -41,10 +41,24 @@ def options() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-class TestChat(SmallModelSuite):
-    @property
-    def chat_model_class(self) -> Any:
-        return langchain.ChatOpenAI
+class TestChat(ChatSuite):
+    """Its calls are well formed, see test_server_tools.py; the wanted ones are the model's part."""
+
+    @pytest.mark.xfail(reason="asks for the argument 3: it calls, with another number")
+    def test_tool_calling(self, model: Any) -> None:
+        super().test_tool_calling(model)
+
+    @pytest.mark.xfail(reason="asks for the argument 3: it calls, with another number")
+    async def test_tool_calling_async(self, model: Any) -> None:
+        await super().test_tool_calling_async(model)
+
+    @pytest.mark.xfail(reason="wants words as an argument: brief as it is told to be, it gives none")
+    def test_bind_runnables_as_tools(self, model: Any) -> None:
+        super().test_bind_runnables_as_tools(model)
+
+    @pytest.mark.xfail(reason="wants Chinese words as an argument")
+    def test_unicode_tool_call_integration(self, model: Any) -> None:
+        super().test_unicode_tool_call_integration(model)
 
     @property
     def chat_model_params(self) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from support.server_support import Server, running
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow]
 
-langchain = pytest.importorskip("langchain_openai", reason="needs the package langchain-openai")
-suites = pytest.importorskip("langchain_tests.integration_tests", reason="needs the package langchain-tests")
+pytest.importorskip("langchain_openai", reason="needs the package langchain-openai")
+pytest.importorskip("langchain_tests.integration_tests", reason="needs the package langchain-tests")
 
-from support.langchain_suite import run_async_tests  # noqa: E402
+from support.langchain_suite import ChatSuite, run_async_tests  # noqa: E402
 
 MODEL = "smollm2"
 _server: Server | None = None
@@ -33,15 +33,7 @@ def server(real_model: Path) -> Iterator[Server]:
         yield _server
 
 
-class TestChat(suites.ChatModelIntegrationTests):  # type: ignore[misc,name-defined]
-    @pytest.fixture
-    def benchmark(self) -> None:
-        pytest.skip("measures with answers that were recorded")
-
-    @property
-    def chat_model_class(self) -> Any:
-        return langchain.ChatOpenAI
-
+class TestChat(ChatSuite):
     @property
     def chat_model_params(self) -> dict[str, Any]:
         assert _server is not None
@@ -55,22 +47,6 @@ class TestChat(suites.ChatModelIntegrationTests):  # type: ignore[misc,name-defi
             "stream_usage": True,
             "frequency_penalty": 0.3,
         }
-
-    @property
-    def has_tool_choice(self) -> bool:
-        return True
-
-    @property
-    def supports_json_mode(self) -> bool:
-        return True
-
-    @pytest.mark.xfail(reason="says in words which JSON is wanted: it gives some")
-    def test_json_mode(self, model: Any) -> None:
-        super().test_json_mode(model)
-
-    @pytest.mark.xfail(reason="no call is forced: it answers in words")
-    def test_agent_loop(self, model: Any) -> None:
-        super().test_agent_loop(model)
 
     @property
     def model_override_value(self) -> str:

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from support.patience import PATIENCE
 from support.server_support import MODEL, Server, running
 
 N_CTX = 2048
@@ -28,14 +26,6 @@ def openai_text(server: Server, prompt: str | list[int], n: int) -> str:
     body = {"prompt": prompt, "max_tokens": n, "temperature": 0}
     text: str = server.post("/v1/completions", body)["choices"][0]["text"]
     return text
-
-
-def streamed(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
-    url = f"{server.url}/completion"
-    with httpx.stream("POST", url, json={**body, "stream": True}, timeout=PATIENCE) as response:
-        assert response.status_code == 200
-        lines = [line for line in response.iter_lines() if line.startswith("data: ")]
-    return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
 def test_an_answer_is_that_of_openais_api(server: Server) -> None:
@@ -60,7 +50,7 @@ def test_a_stream_as_an_editor_reads_it(server: Server) -> None:
         "repeat_penalty": 1.0,
         "stop": ["\n\n\n"],
     }
-    chunks = streamed(server, body)
+    chunks = server.events("/completion", body)
     assert "".join(chunk["content"] for chunk in chunks) == openai_text(server, PROMPT, 8)
     assert [chunk["stop"] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert chunks[-1]["stop_type"] == "limit"
@@ -96,7 +86,7 @@ def test_schemas_and_stops(server: Server) -> None:
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_probabilities_have_ids(server: Server, is_streamed: bool) -> None:
     body = {**BODY, "n_probs": 3}
-    chunks = streamed(server, body) if is_streamed else [server.post("/completion", body)]
+    chunks = server.events("/completion", body) if is_streamed else [server.post("/completion", body)]
     places = [place for chunk in chunks for place in chunk["completion_probabilities"]]
     assert len(places) == 8
     for place in places:
@@ -123,7 +113,7 @@ def test_seeds_below_zero_are_another_one_each_time(server: Server) -> None:
 def test_a_long_prompt_ends_with_the_context(server: Server) -> None:
     tokens = server.post("/tokenize", {"content": "The mill is old. " * 1000})["tokens"][: N_CTX - 50]
     body = {"prompt": tokens, "n_predict": -1, "ignore_eos": True, "temperature": 0, "cache_prompt": False}
-    last = streamed(server, body)[-1]
+    last = server.events("/completion", body)[-1]
     assert last["tokens_evaluated"] + last["tokens_predicted"] == N_CTX
     assert last["stop_type"] == "limit"
 

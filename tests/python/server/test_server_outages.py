@@ -58,9 +58,19 @@ def soak(folder: Path, *, rounds: int, pause: float) -> None:
         small_disk(folder / "disk") as disk,
     ):
         options = (
-            "--n-ctx", "2048", "--model-name", "m", "--request-timeout", "20", "--store", str(disk / "kv"),
-            "--max-ram-gb", "0.005", "--metadata-url", f"unix://{folder / 'redis.sock'}",
-        )  # fmt: skip
+            "--n-ctx",
+            "2048",
+            "--model-name",
+            "m",
+            "--request-timeout",
+            "20",
+            "--store",
+            str(disk / "kv"),
+            "--max-ram-gb",
+            "0.005",
+            "--metadata-url",
+            f"unix://{folder / 'redis.sock'}",
+        )
         with running(*options, environ=environ) as server:
             clients = Clients(server)
             clients.run(pause)
@@ -78,7 +88,7 @@ def soak(folder: Path, *, rounds: int, pause: float) -> None:
                 lambda: during(lambda: step(clock, DAY), pause, lambda: step(clock, -DAY)),
                 lambda: step(clock, 0),
             ]
-            idle = resident_mib(server)
+            idle = server.resident_mib
             with clients:
                 for _ in range(rounds):
                     for outage in outages:
@@ -96,8 +106,8 @@ def soak(folder: Path, *, rounds: int, pause: float) -> None:
                 assert found["version"] >= version
             clients.ask("the last one, which is to be stored", 1)
             assert server.wait_until_idle()["store"]["n_entries"] > 0
-            print(f"{len(clients.sessions)} sessions; resident MiB: {idle:.0f}, {resident_mib(server):.0f}")
-            assert resident_mib(server) < idle + 150
+            print(f"{len(clients.sessions)} sessions; resident MiB: {idle:.0f}, {server.resident_mib:.0f}")
+            assert server.resident_mib < idle + 150
             assert "Traceback" not in server.log
             assert server.log.count("the disk is full") <= rounds + 1
             assert server.stop() == 0
@@ -192,8 +202,3 @@ def small_disk(path: Path) -> Iterator[Path]:
         yield path
     finally:
         subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def resident_mib(server: Server) -> float:
-    pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

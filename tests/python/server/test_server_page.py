@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import random
 import re
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +11,7 @@ import pytest
 
 from support.browser import CONTRASTS, OVERFLOWS, PHONE, needs_chromium
 from support.patience import PATIENCE
+from support.remote_servers import free_ports
 from support.server_support import MODEL, Server, key_file, running
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
@@ -71,8 +68,7 @@ def _number(text: str) -> float:
 def cells(page: Any, body: str) -> list[list[str]]:
     """The texts of a table's rows."""
     return page.evaluate(
-        "id => [...document.getElementById(id).rows].map(r => [...r.cells].map(c => c.textContent))",
-        body,
+        "id => [...document.getElementById(id).rows].map(r => [...r.cells].map(c => c.textContent))", body
     )
 
 
@@ -108,8 +104,15 @@ def test_its_numbers_are_those_of_the_stats(server: Server, open_page: OpenPage)
     cache, store = stats["cache"], stats["store"]
     for path in ("cells_used", "tokens_hot", "tokens_cold"):
         assert cache[path] > 0, path
-    for path in ("cache.queries_tokens", "cache.tokens_shared", "cache.evictions", "requests.running",
-                 "requests.waiting", "requests.parallel", "requests.max_queue"):  # fmt: skip
+    for path in (
+        "cache.queries_tokens",
+        "cache.tokens_shared",
+        "cache.evictions",
+        "requests.running",
+        "requests.waiting",
+        "requests.parallel",
+        "requests.max_queue",
+    ):
         part, name = path.split(".")
         assert number(page, path) == stats[part][name], path
     assert page.text_content('[data-stat="model"]') == MODEL
@@ -305,7 +308,7 @@ def test_it_fits_a_phone(server: Server, open_page: OpenPage) -> None:
 
 @pytest.mark.nightly
 def test_it_says_that_the_server_has_gone_and_comes_back(open_page: OpenPage) -> None:
-    options = ("--n-ctx", "1024", "--parallel", "2", "--port", str(free_port()))
+    options = ("--n-ctx", "1024", "--parallel", "2", "--port", str(free_ports(1)))
     with running(*options) as first:
         chat(first)
         page = open_page(first)
@@ -317,15 +320,6 @@ def test_it_says_that_the_server_has_gone_and_comes_back(open_page: OpenPage) ->
     with running(*options):
         page.wait_for_selector("#state.live", timeout=1000 * PATIENCE)
         playwright.expect(page.locator('[data-stat="cache.queries_tokens"]')).to_have_text("0")
-
-
-def free_port() -> int:
-    """One that stays free while nobody listens: the system gives these to no connection."""
-    for port in random.Random(os.getpid()).sample(range(20_000, 32_000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise RuntimeError("no free port among a hundred")
 
 
 def test_a_key_is_asked_for_and_stays_in_the_tab(tmp_path: Path, open_page: OpenPage) -> None:

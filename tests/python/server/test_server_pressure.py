@@ -247,17 +247,6 @@ def test_a_bad_option_is_one_line_and_exit_code_2(options: tuple[str, ...], mess
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_warm_file_is_evaluated_before_the_server_is_ready(tmp_path: Path) -> None:
-    recall = make_recall(60, 20)
-    path = tmp_path / "warm.jsonl"
-    path.write_text(json.dumps({"messages": recall.messages[:2]}) + "\n")
-    with running("--warm", str(path)) as server:
-        body = {"model": MODEL, "messages": recall.messages, "temperature": 0}
-        answer = server.post("/v1/chat/completions", body)
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 100
-        assert answer["choices"][0]["message"]["content"] == recall.fact.answer
-
-
 @pytest.mark.nightly
 def test_a_line_of_the_warm_file_is_a_tenants(tmp_path: Path) -> None:
     recall = make_recall(61, 20)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -154,14 +153,12 @@ def echoed(server: Server, prompt: Any, **options: Any) -> dict[str, Any]:
         choice = server.post("/v1/completions", body)["choices"][0]
         assert "prompt_logprobs" not in choice
         return {"text": choice["text"], **choice["logprobs"]}
-    chunks = server.request("POST", "/v1/completions", body)[1].split("\n\n")
     whole: dict[str, Any] = {"text": ""}
-    for chunk in chunks:
-        if chunk.startswith("data: {"):
-            choice = json.loads(chunk.removeprefix("data: "))["choices"][0]
-            whole["text"] += choice["text"]
-            for name, values in (choice["logprobs"] or {}).items():
-                whole[name] = [*whole.get(name, []), *values]
+    for chunk in server.events("/v1/completions", body):
+        choice = chunk["choices"][0]
+        whole["text"] += choice["text"]
+        for name, values in (choice["logprobs"] or {}).items():
+            whole[name] = [*whole.get(name, []), *values]
     return whole
 
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from support.families import ADD, template_path
-from support.patience import PATIENCE
 from support.server_support import MODEL, Server, key_file, running
 
 PATH = "/v1/responses"
@@ -144,10 +141,7 @@ def test_calls_are_kept_and_all_outlives_a_kill(tmp_path: Path) -> None:
     with running(*options) as server:
         body = {"input": "What is 1 and 2?", "tools": [tool], "tool_choice": "required", "store": True}
         body = {**body, "temperature": 0, "parallel_tool_calls": False}
-        body["stream"] = True
-        with httpx.stream("POST", server.url + PATH, json=body, timeout=PATIENCE) as events:
-            lines = [line[6:] for line in events.iter_lines() if line.startswith("data: ")]
-        first = json.loads(lines[-1])["response"]
+        first = server.events(PATH, body)[-1]["response"]
         (call,) = first["output"]
         server.wait_until_idle()
         server.stop(signal.SIGKILL)

@@ -30,19 +30,37 @@ _PLAIN = (
     "GET /props",
 )
 _EVALUATING = (
-    "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/context", "POST /v1/warm",
-    "POST /v1/embeddings", "POST /v1/messages", "POST /v1/messages/count_tokens", "POST /v1/responses",
-    "POST /tokenize", "POST /detokenize", "POST /apply-template", "POST /api/chat", "POST /api/generate",
-    "POST /api/embed", "POST /api/embeddings", "POST /api/show", "POST /completion",
-)  # fmt: skip
+    "POST /v1/chat/completions",
+    "POST /v1/completions",
+    "POST /v1/context",
+    "POST /v1/warm",
+    "POST /v1/embeddings",
+    "POST /v1/messages",
+    "POST /v1/messages/count_tokens",
+    "POST /v1/responses",
+    "POST /tokenize",
+    "POST /detokenize",
+    "POST /apply-template",
+    "POST /api/chat",
+    "POST /api/generate",
+    "POST /api/embed",
+    "POST /api/embeddings",
+    "POST /api/show",
+    "POST /completion",
+)
 _OTHERS = (
     "POST /infill",  # the model has no tokens for it
     "POST /v1/rerank",  # it does not rank
-    "GET /v1/context", "GET /v1/context/{session_id}", "PATCH /v1/context/{session_id}",
-    "DELETE /v1/context/{session_id}", "DELETE /v1/responses/{response_id}",
+    "GET /v1/context",
+    "GET /v1/context/{session_id}",
+    "PATCH /v1/context/{session_id}",
+    "DELETE /v1/context/{session_id}",
+    "DELETE /v1/responses/{response_id}",
     "GET /v1/responses/{response_id}",
-    "GET /v1/cache/messages", "GET /v1/cache/messages/{message_id}", "DELETE /v1/cache/messages/{message_id}",
-)  # fmt: skip
+    "GET /v1/cache/messages",
+    "GET /v1/cache/messages/{message_id}",
+    "DELETE /v1/cache/messages/{message_id}",
+)
 
 
 @pytest.fixture(scope="module")

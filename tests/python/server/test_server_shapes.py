@@ -186,9 +186,14 @@ def test_codex(server: Server) -> None:
     assert '"type":"response.completed"' in text or '"type":"response.incomplete"' in text
     ignored = set(headers["x-ignored-fields"].split(", "))
     assert ignored >= {
-        "tools[].web_search", "tools[].custom", "tools[].namespace", "tools[].image_generation",
-        "input[].web_search_call", "input[].custom_tool_call", "input[].custom_tool_call_output",
-    }  # fmt: skip
+        "tools[].web_search",
+        "tools[].custom",
+        "tools[].namespace",
+        "tools[].image_generation",
+        "input[].web_search_call",
+        "input[].custom_tool_call",
+        "input[].custom_tool_call_output",
+    }
 
 
 def test_what_is_hosted_is_no_choice(server: Server) -> None:

@@ -32,18 +32,36 @@ def test_three_minutes(tmp_path: Path) -> None:
 
 def soak(folder: Path, seconds: float) -> None:
     options = [
-        "--model-name", soak_clients.MODEL, "--n-ctx", str(N_CTX), "--parallel", str(PARALLEL),
-        "--idle-prefixes", str(IDLE), "--max-queue", "32", "--max-body-mb", str(soak_clients.MAX_BODY / 1e6),
-        "--request-timeout", "10", "--store", str(folder / "store"), "--max-kv-size-gb", "0.02",
-        "--max-ram-gb", "0.005", "--api-key-file", str(key_file(folder, f"a:{KEYS[0]}", f"b:{KEYS[1]}")),
-    ]  # fmt: skip
+        "--model-name",
+        soak_clients.MODEL,
+        "--n-ctx",
+        str(N_CTX),
+        "--parallel",
+        str(PARALLEL),
+        "--idle-prefixes",
+        str(IDLE),
+        "--max-queue",
+        "32",
+        "--max-body-mb",
+        str(soak_clients.MAX_BODY / 1e6),
+        "--request-timeout",
+        "10",
+        "--store",
+        str(folder / "store"),
+        "--max-kv-size-gb",
+        "0.02",
+        "--max-ram-gb",
+        "0.005",
+        "--api-key-file",
+        str(key_file(folder, f"a:{KEYS[0]}", f"b:{KEYS[1]}")),
+    ]
     with running(*options) as server:
         Clients(server.port, N_CLIENTS, seed=1).run(min(3, seconds), lambda: None)  # what is allocated once
         wait_until_idle(server)
         n_files = count_files(server)
         memory: list[float] = []
         clients = Clients(server.port, N_CLIENTS)
-        clients.run(seconds, lambda: memory.append(resident_mib(server)))
+        clients.run(seconds, lambda: memory.append(server.resident_mib))
         print(*sorted(clients.counts.items(), key=str), sep="\n")
         print("resident MiB:", *(f"{size:.0f}" for size in memory[:: max(1, len(memory) // 40)]))
 
@@ -77,11 +95,6 @@ def all_of_the_context_can_be_used(server: Server) -> None:
     stats = server.stats(KEYS[0])
     assert stats["cache"]["cells_used"] == 0
     assert stats["sequences"] == []
-
-
-def resident_mib(server: Server) -> float:
-    pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def count_files(server: Server) -> int:

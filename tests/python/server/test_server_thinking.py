@@ -129,27 +129,6 @@ def test_effort_and_variables_reach_the_template() -> None:
         assert "I am a test." in prompt
 
 
-@pytest.mark.nightly
-def test_thoughts_of_earlier_turns_are_not_evaluated_again(begun: Server) -> None:
-    """Ten turns: what a turn evaluates is what is new in it, since templates leave old thoughts out."""
-    messages: list[Any] = [{"role": "system", "content": "You are brief. " * 40}]
-    opening = before = 0
-    for turn in range(10):
-        messages.append({"role": "user", "content": f"Question {turn}?"})
-        answer = ask(begun, messages, reasoning_budget_tokens=200, max_tokens=230)
-        usage = answer.usage
-        evaluated = usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens
-        if turn:
-            new = usage.prompt_tokens - before
-            assert evaluated <= new + opening, (turn, evaluated, new)
-        else:
-            opening = len(begun.post("/tokenize", {"content": "<think>\n"})["tokens"]) + 1
-        assert usage.completion_tokens_details.reasoning_tokens > 150
-        assert usage.prompt_tokens_details.cached_exact
-        before = usage.prompt_tokens
-        messages.append(answer.choices[0].message.model_dump(exclude_none=True))
-
-
 @pytest.mark.slow
 def test_ten_turns_of_tools_and_thoughts_evaluate_what_is_new(begun: Server) -> None:
     """Each turn calls a tool, reads its result and thinks before it answers."""

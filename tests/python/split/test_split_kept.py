@@ -158,11 +158,7 @@ def test_what_is_forgotten_is_gone(parts: Exported, head: Head, tmp_path: Path) 
 
 
 def _stood_at(session: SplitSession) -> dict[str, Any]:
-    return {
-        "session": session._name,
-        "position": len(session.tokens),
-        "running_hash": session._hashes[-1],
-    }
+    return {"session": session._name, "position": len(session.tokens), "running_hash": session._hashes[-1]}
 
 
 def _code(client: SplitClient, head: Head, **fields: Any) -> Code:

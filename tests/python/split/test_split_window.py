@@ -411,31 +411,6 @@ def test_a_kept_session_slides_when_its_rows_are_on_disk_only(
 # --- servers that cannot, and ranges that are refused ---
 
 
-@pytest.mark.nightly
-def test_a_server_of_before_is_sent_what_is_left(
-    parts: Exported, head: Head, prompt: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, plain_step = SplitService.Describe, SplitService._step
-
-    async def describe(self: Any, request: Any, context: Any) -> pb.Description:
-        found = await plain(self, request, context)
-        found.ClearField("can_drop")
-        found.ClearField("sinks")
-        return found
-
-    async def step(self: Any, tenant: str, message: pb.Vectors) -> pb.Hidden:
-        assert not message.drop_begin
-        assert not message.drop_end
-        return await plain_step(self, tenant, message)
-
-    monkeypatch.setattr(SplitService, "Describe", describe)
-    monkeypatch.setattr(SplitService, "_step", step)
-    with _session(parts, head) as (_, client, session):
-        assert not client.can_drop
-        assert _answer(session, prompt, 600) == _local("f16", prompt, 600, moves=False)
-        assert _n_sent(head, session) == len(prompt) + 599 + _SINKS + _WINDOW - 1
-
-
 def test_sinks_of_the_cache_stay(parts: Exported, head: Head, prompt: list[int]) -> None:
     with _session(parts, head, "mixed:sinks=8") as (_, client, session):
         assert (client.can_drop, client.sinks) == (True, 8)

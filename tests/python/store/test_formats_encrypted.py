@@ -184,17 +184,7 @@ def test_a_key_file_of_another_user_is_refused(tmp_path: Path) -> None:
         key_from_file(path)()
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"short",
-        bytes(31),
-        bytes(33),
-        b"zz" * 32,
-        b"00" * 31,
-    ],
-)
+@pytest.mark.parametrize("content", [b"", b"short", bytes(31), bytes(33), b"zz" * 32, b"00" * 31])
 def test_a_key_of_another_length_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "key"
     path.write_bytes(content)

@@ -72,6 +72,13 @@ def line(remote: Any) -> Iterator[Line]:
     line.close()
 
 
+@pytest.fixture
+def url(redis_port: int) -> str:
+    """Of a Redis that holds nothing."""
+    client(redis_port).flushall()
+    return redis_url(redis_port)
+
+
 def client(port: int) -> Any:
     redis = pytest.importorskip("redis", reason="the redis package is not installed")
     return redis.Redis(port=port)
@@ -134,12 +141,10 @@ def test_entries_of_many_pieces(
         assert all(same(a, make_block(TOKENS[a.p0 : a.p1], a.p0)) for a in blocks)
 
 
-def test_a_second_process_restores_the_same_logits(redis_port: int, tmp_path: Path) -> None:
+def test_a_second_process_restores_the_same_logits(url: str, tmp_path: Path) -> None:
     """From the remote alone: its folder is empty."""
     from support.store_child import continue_greedily, open_llama
 
-    client(redis_port).flushall()
-    url = redis_url(redis_port)
     with open_llama("mixed") as llm, KVStore(tmp_path / "a", remote=url) as store:
         tokens = llm.tokenize(b"In the beginning there was a cache, and it was shared by all. " * 8)
         follow_up = tokens[-3:]
@@ -233,9 +238,7 @@ def test_what_is_evicted_stays_there(remote: Callable[..., str], tmp_path: Path)
         assert stored_match(store, WHO, TOKENS).n_tokens == 200
 
 
-def test_what_has_no_room_here_is_not_read(redis_port: int, tmp_path: Path) -> None:
-    client(redis_port).flushall()
-    url = redis_url(redis_port)
+def test_what_has_no_room_here_is_not_read(url: str, tmp_path: Path) -> None:
     write(url)
     with open_store(url, tmp_path / "small", max_kv_size_gb=make_block(TOKENS).nbytes / 2e9) as small:
         assert small.find(WHO, TOKENS) is None
@@ -309,23 +312,22 @@ def check_damage(port: int, n: int, key: bytes | None) -> None:
     assert n // 4 < found < n  # damage did matter, and not always
 
 
-@pytest.mark.parametrize(("key", "piece"), [(KEY, PIECE), (None, 8192)], ids=["encrypted", "plain"])
+@pytest.mark.parametrize(
+    ("key", "piece", "n"),
+    [(KEY, PIECE, 60), (None, 8192, 60), pytest.param(KEY, PIECE, 1000, marks=pytest.mark.slow)],
+    ids=["encrypted", "plain", "many"],
+)
 def test_damaged_values(
     redis_port: int,
     key: bytes | None,
     piece: int,
+    n: int,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.CRITICAL, "mixedkv.store")
     monkeypatch.setattr(tier, "PIECE", piece)
-    check_damage(redis_port, 60, key)
-
-
-@pytest.mark.slow
-def test_1000_damaged_values(redis_port: int, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL, "mixedkv.store")
-    check_damage(redis_port, 1000, KEY)
+    check_damage(redis_port, n, key)
 
 
 @pytest.mark.parametrize("mode", ["silent", "slow", "cut"])
@@ -357,21 +359,6 @@ def test_a_bad_line_is_a_miss_and_then_nobody_asks(
         wait_for(is_found)
         assert found[0].n_tokens == 200
         assert "answers again" in caplog.text
-
-
-def test_a_paused_server_holds_nobody_up(tmp_path: Path) -> None:
-    with redis_server(tmp_path) as (server, port):
-        url = redis_url(port, timeout=0.3)
-        write(url)
-        with open_store(url) as other:
-            server.send_signal(signal.SIGSTOP)
-            try:
-                for _ in range(4):
-                    assert other.find(WHO, TOKENS) is None
-                entry = other.put(WHO, make_block(TOKENS))  # storing goes on
-                assert entry
-            finally:
-                server.send_signal(signal.SIGCONT)
 
 
 def test_a_server_that_dies_and_comes_back(tmp_path: Path) -> None:
@@ -439,10 +426,8 @@ def test_entries_end_with_their_time(redis_port: int) -> None:
     assert all(0 < redis.ttl(name) <= 100 for name in redis.keys("*"))
 
 
-def test_who_takes_over_the_same_leaves_the_others_file(redis_port: int, tmp_path: Path) -> None:
+def test_who_takes_over_the_same_leaves_the_others_file(url: str, tmp_path: Path) -> None:
     """Both give it the same name: who comes second must not remove it."""
-    client(redis_port).flushall()
-    url = redis_url(redis_port)
     write(url)
     both = threading.Barrier(2)
     with open_store(url, tmp_path) as one, open_store(url, tmp_path) as other:

@@ -43,8 +43,7 @@ def shift(llm: Llama) -> None:
 
 @pytest.mark.parametrize("kv", KVS)
 @pytest.mark.parametrize(
-    ("name", "moves"),
-    [("gemma4", False), ("gemma4", True), ("lfm2", False), ("nemotron-h", False)],
+    ("name", "moves"), [("gemma4", False), ("gemma4", True), ("lfm2", False), ("nemotron-h", False)]
 )
 def test_it_goes_on_as_if_nothing_had_been(
     zoo_path: Callable[[str], Path], tmp_path: Path, kv: str, name: str, moves: bool

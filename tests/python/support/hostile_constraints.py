@@ -1,18 +1,12 @@
-"""Random schemas, expressions and grammars that are made to take long.
-
-python -m support.hostile_constraints 10000     # compiles so many, and prints the longest times
-"""
+"""Random schemas, expressions and grammars that are made to take long."""
 
 from __future__ import annotations
 
 import json
 import random
-import sys
 import time
-from collections import Counter
 from typing import Any
 
-from mixedkv.engine.constrain import trial
 from mixedkv.engine.constrain.constraint import ConstraintCompiler
 from mixedkv.engine.constrain.constraint_text import Constraint
 
@@ -121,21 +115,3 @@ def compile_one(seed: int) -> tuple[float, str]:
         refused = "takes more than" in said
         return time.process_time() - began, "takes too long" if refused else "refused"
     return time.process_time() - began, "compiled"
-
-
-def main() -> None:
-    n, first = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    outcomes: Counter[str] = Counter()
-    longest: list[tuple[float, float, int, str]] = []
-    for seed in range(first, first + n):
-        began = time.perf_counter()
-        seconds, outcome = compile_one(seed)
-        outcomes[outcome] += 1
-        longest = sorted([*longest, (time.perf_counter() - began, seconds, seed, outcome)])[-5:]
-    print(dict(outcomes), f"of {n}; allowed are {trial.SECONDS:g} s of a processor on trial")
-    for clock, seconds, seed, outcome in reversed(longest):
-        print(f"seed {seed}: {clock:.2f} s on the clock, {seconds:.2f} s of this process, {outcome}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,12 +1,8 @@
-"""Random jobs of random tenants at a scheduler without a model, where every job has to end in time.
-
-python -m support.random_queue 1000000     # so many steps; the seed of a world that fails is printed
-"""
+"""Random jobs of random tenants at a scheduler without a model, where every job has to end in time."""
 
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
 from typing import Any
 
@@ -168,16 +164,3 @@ def run_world(seed: int) -> int:
     except Exception as error:
         raise AssertionError(f"the world of seed {seed} after {world.n_steps} steps: {error}") from error
     return world.n_steps
-
-
-def main() -> None:
-    left, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    n_steps = 0
-    while n_steps < left:
-        n_steps += run_world(seed)
-        seed += 1
-    print(f"{n_steps} steps in {seed} worlds: all jobs ended")
-
-
-if __name__ == "__main__":
-    main()

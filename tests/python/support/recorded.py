@@ -204,12 +204,7 @@ RECORDED = [
         content="I look.",
         calls=(_SEARCHES, _READS),
     ),
-    Recorded(
-        template="functionary-v3.2",
-        text=f"search_notes\n{_FOUND}",
-        calls=(_SEARCHES,),
-        lazy=False,
-    ),
+    Recorded(template="functionary-v3.2", text=f"search_notes\n{_FOUND}", calls=(_SEARCHES,), lazy=False),
     Recorded(
         template="command-r7b",
         text=(

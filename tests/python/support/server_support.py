@@ -37,10 +37,7 @@ class Server:
     """One process. `log` is what it wrote to stderr so far."""
 
     def __init__(
-        self,
-        *options: str,
-        environ: dict[str, str] | None = None,
-        program: Sequence[str] = (),
+        self, *options: str, environ: dict[str, str] | None = None, program: Sequence[str] = ()
     ) -> None:
         options = ("--port", "0", "--threads", "1", *options)
         env = {name: value for name, value in os.environ.items() if not _SETTING.match(name)}
@@ -120,6 +117,20 @@ class Server:
         assert status < 300, (status, answer)
         return answer
 
+    def events(self, path: str, body: Any) -> list[Any]:
+        """Return the data of a stream's events, but for the last one, [DONE]."""
+        lines = self.post(path, {**body, "stream": True}).splitlines()
+        return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+    @property
+    def resident_mib(self) -> float:
+        """Memory of the server and its processes."""
+        pages = 0
+        for pid in (self.process.pid, *children(self.process.pid)):
+            with suppress(FileNotFoundError):  # it has just ended
+                pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
     def stats(self, key: str = "") -> Any:
         return self.request("GET", "/v1/stats", key=key)[1]
 
@@ -188,19 +199,20 @@ class Direct:
     """An engine on the bundled model without HTTP."""
 
     def __init__(
-        self,
-        *,
-        kv: str = "mixed",
-        n_ctx: int = 2048,
-        parallel: int = 4,
-        idle: int = 4,
-        **options: Any,
+        self, *, kv: str = "mixed", n_ctx: int = 2048, parallel: int = 4, idle: int = 4, **options: Any
     ):
         with hidden(hot_budget="all"):  # each sequence has its window
             self.llm = Llama(
-                model_path(), kv=kv, n_ctx=n_ctx, n_seq_max=parallel + idle, kv_unified=True, n_threads=1,
-                n_threads_batch=1, n_batch=256, verbose=False,
-            )  # fmt: skip
+                model_path(),
+                kv=kv,
+                n_ctx=n_ctx,
+                n_seq_max=parallel + idle,
+                kv_unified=True,
+                n_threads=1,
+                n_threads_batch=1,
+                n_batch=256,
+                verbose=False,
+            )
         self.engine = Engine(self.llm, parallel=parallel, **options)
 
     def __enter__(self) -> Direct:

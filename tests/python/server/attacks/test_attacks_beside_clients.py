@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import pytest
 from support import honest_child
 from support.hostile_clients import Hostile
 from support.patience import PATIENCE
-from support.server_support import Server, children, key_file, running
+from support.server_support import Server, key_file, running
 
 pytestmark = pytest.mark.nightly
 
@@ -62,11 +61,11 @@ def attack(
         assert server.status("POST", "/v1/completions", {"prompt": "x" * 100_000}, key=HONEST) == 400
         child = honest(server, quiet)
         before = result(child)
-        idle = resident_mib(server)
+        idle = server.resident_mib
         hostile = Hostile(server.port, EVIL, n_threads, pause)
         child = honest(server, seconds)
         memory: list[float] = []
-        hostile.run(seconds, n_requests, lambda: memory.append(resident_mib(server)))
+        hostile.run(seconds, n_requests, lambda: memory.append(server.resident_mib))
         beside = result(child)
         report(before, beside, hostile, idle, memory)
 
@@ -92,15 +91,6 @@ def result(child: subprocess.Popen[str]) -> dict[str, Any]:
 
 def percentile(values: list[float], q: float = 0.99) -> float:
     return sorted(values)[int(q * (len(values) - 1))]
-
-
-def resident_mib(server: Server) -> float:
-    """Of the server and its processes."""
-    pages = 0
-    for pid in (server.process.pid, *children(server.process.pid)):
-        with suppress(FileNotFoundError):  # it has just ended
-            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def report(

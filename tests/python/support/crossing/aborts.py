@@ -1,12 +1,9 @@
 """Many steps that fail, and what they leave behind: logits after them are, to the bit, those of a context
 that evaluated in the same steps and in which nothing failed.
-
-PYTHONPATH=tests/python python -m support.crossing.aborts --n 10000
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import tempfile
 import traceback
@@ -19,7 +16,7 @@ from llama_cpp import StoppingCriteriaList
 
 from support.crossing.crossing_run import EIGHT, FAMILIES, RECURRENT
 from support.crossing.injections import Calls, RaisedError, abort_callback, cut_short, signal_after
-from support.crossing.subject import EXPERTS, FindingError, Setup, Subject, model_file
+from support.crossing.subject import EXPERTS, FindingError, Setup, Subject
 from support.harness import prompt
 
 MOST = 90  # tokens of the sequence before it begins again
@@ -161,25 +158,3 @@ def run(setup: Setup, path: Path, n: int, seed: int) -> tuple[Counter[str], list
                 counts += Counter({k: v for k, v in failing.counts.items() if not k.startswith("no ")})
                 subject.close()
     return counts, found
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--n", type=int, default=10_000, help="steps that fail, of all families together")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    all_setups = list(setups())
-    total: Counter[str] = Counter()
-    n_found = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for setup in all_setups:
-            path = model_file(setup.family, Path(folder))
-            counts, found = run(setup, path, -(-args.n // len(all_setups)), args.seed)
-            total += counts
-            n_found += len(found)
-            print(setup, dict(counts), *sorted(set(found)), sep=" | ", flush=True)
-    print(sum(total.values()), dict(total), f"{n_found} findings")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,9 @@
-"""Runs random plans, and makes those that find something short.
-
-PYTHONPATH=tests/python python -m support.crossing.crossing_run --seconds 600 --seed 1
-"""
+"""Runs random plans, and makes those that find something short."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +12,7 @@ from pathlib import Path
 
 from support import zoo
 from support.crossing.plans import Player, Step, random_plan
-from support.crossing.subject import EXPERTS, Setup, Subject, model_file
+from support.crossing.subject import EXPERTS, Setup, Subject
 
 EIGHT = "mixed:cold=q8_0,threshold=24,group=8,sinks=3"
 KINDS = (
@@ -125,13 +118,7 @@ def kind_of(found: str) -> str:
 
 
 def explore(
-    setup: Setup,
-    path: Path,
-    seconds: float,
-    seed: int,
-    length: int = LENGTH,
-    note: Path | None = None,
-    signals: bool = True,
+    setup: Setup, path: Path, seconds: float, seed: int, length: int = LENGTH, signals: bool = True
 ) -> Tally:
     """Random plans until the time is over, at least one."""
     tally, rng, end = Tally(), random.Random(f"{seed}/{setup}"), time.monotonic() + seconds
@@ -141,8 +128,6 @@ def explore(
             if subject is None:
                 subject = Subject(setup, path, Path(folder))
             plan = random_plan(rng, length, signals)
-            if note is not None:
-                note.write_text(json.dumps(plan))
             at, found = attempt(subject, plan, tally)
             tally.n_plans += 1
             if found:
@@ -158,43 +143,3 @@ def explore(
         if subject is not None:
             subject.close()
     return tally
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=4, help="for each setup")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
-    parser.add_argument("--only", default="", help="a part of the setup's name")
-    parser.add_argument("--one", default="", help="a setup as JSON: run it in this process")
-    parser.add_argument("--note", type=Path, help="where the plan that runs is written")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        if args.one:
-            setup = Setup(**json.loads(args.one))
-            path = model_file(setup.family, Path(folder))
-            tally = explore(setup, path, args.seconds, args.seed, note=args.note)
-            print("RESULT", json.dumps(asdict(tally)))
-            return
-    total, note = Tally(), Path(tempfile.mkstemp()[1])
-    for setup in setups():
-        if setup.family not in args.families or args.only not in str(setup):
-            continue
-        command = [sys.executable, "-m", __spec__.name, "--one", json.dumps(asdict(setup))]
-        command += ["--seconds", str(args.seconds), "--seed", str(args.seed), "--note", str(note)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), "")
-        if not line:
-            print("DIED", setup, done.returncode, done.stderr[-600:], note.read_text(), flush=True)
-            continue
-        one = json.loads(line[7:])
-        total.n_plans += one["n_plans"]
-        total.n_steps += one["n_steps"]
-        total.n_compared += one["n_compared"]
-        for finding in one["findings"]:
-            print("FOUND", setup, "|", finding["found"], "|", json.dumps(finding["plan"]), flush=True)
-    print(f"{total.n_plans} plans, {total.n_steps} steps, {total.n_compared} rows compared")
-
-
-if __name__ == "__main__":
-    main()

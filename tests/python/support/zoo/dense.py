@@ -78,3 +78,16 @@ def scale_embeddings(g: Gguf) -> None:
     """Of models that multiply them by sqrt(n_embd): residual stream and blocks stay on one scale."""
     g.tensors["token_embd.weight"] /= np.sqrt(g.shape.n_embd)
     g.tensors["output_norm.weight"] *= np.sqrt(g.shape.n_embd)
+
+
+def stablelm() -> Gguf:
+    """RoPE turns a quarter of a head; the norms have biases."""
+    g = decoder(Shape("stablelm", "stablelm", n_embd=256, rope="neox"))
+    g.keys |= {
+        "rope.dimension_count": 16,
+        "attention.layer_norm_epsilon": 1e-5,
+        "use_parallel_residual": False,
+    }
+    for name in [name for name in g.tensors if name.endswith("_norm.weight")]:
+        g.vector(name.replace("weight", "bias"), 256, mean=0.0, std=0.3)
+    return g
