@@ -47,7 +47,7 @@ def check_numbers(given: Mapping[str, Any]) -> None:
         if value is None and (name not in _NEEDED or name not in given):
             continue
         try:
-            if isinstance(value, bool):
+            if value is None or isinstance(value, bool):
                 raise TypeError
             number = operator.index(value)
         except TypeError:
