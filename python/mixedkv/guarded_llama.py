@@ -173,8 +173,8 @@ class GuardedLlama(llama_cpp.Llama):
                 with self.busy.waiting():
                     if turn not in (None, (self._n_turns, self.n_tokens)):
                         raise ContextBusyError(
-                            "another answer was begun on this Llama, or its tokens were removed: read a stream "
-                            "to its end or close it before that, or use an Engine, which makes many at a time"
+                            "another answer was begun on this Llama, or its tokens were removed: read a "
+                            "stream to its end or close it before that, or use an Engine"
                         )
                     try:
                         item = steps.send(sent)
