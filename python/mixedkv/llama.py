@@ -28,6 +28,7 @@ from mixedkv.errors import (
 )
 from mixedkv.guarded_llama import GuardedLlama
 from mixedkv.kv.cache import KVCache
+from mixedkv.limits import padded
 from mixedkv.model.fit import Beside, Fit
 from mixedkv.model.footprint import model_shape
 from mixedkv.model.gguf_file import ModelFile, file_stamp, n_layers, n_mtp_layers, read_model_file
@@ -194,6 +195,8 @@ class Llama(GuardedLlama):
         self._loading: _core.Loading | None = _core.Loading(progress)
         self._n_asked = 0
         self._rotation_disabled = _llama_cpp.rotation_disabled()  # read while the context is made
+        self._n_ctx_asked = int(choice.n_ctx)
+        n_streams = 1 if kv_unified or embedding else self._n_seq_max
         assertions = _core.Assertions()
         try:
             _core.limit_sliding(self._n_windows)
@@ -202,7 +205,7 @@ class Llama(GuardedLlama):
             with assertions, _llama_cpp.weights_of(weights):
                 super().__init__(
                     path,
-                    n_ctx=int(choice.n_ctx),
+                    n_ctx=_cells(int(choice.n_ctx), n_streams),
                     flash_attn=bool(choice.flash_attn),
                     type_k=ggml_type(self._setting.type_k),
                     type_v=ggml_type(self._setting.type_v),
@@ -252,6 +255,11 @@ class Llama(GuardedLlama):
     def rotation_disabled(self) -> bool:
         """True if the environment told llama.cpp not to rotate quantised rows (LLAMA_ATTN_ROT_DISABLE)."""
         return self._rotation_disabled
+
+    @property
+    def n_ctx_asked(self) -> int:
+        """Tokens of the context as they were asked for, which llama.cpp rounds up; 0 if it was to choose."""
+        return self._n_ctx_asked
 
     @property
     def has_mtp(self) -> bool:
@@ -558,6 +566,13 @@ def _block_problem(setting: KVSetting, file: ModelFile) -> str:
                 other = "a type of blocks of 32, as q4_0" if size % 32 == 0 else "kv='f16'"
                 return f"{kind} packs {elements} elements, layer {layer.il} has heads of {size}: use {other}"
     return ""
+
+
+def _cells(n_ctx: int, n_streams: int) -> int:
+    """Return the context that llama.cpp makes of `n_ctx`: llama_cpp has room for as many tokens as it is
+    told, and its `n_ctx()` says how many llama.cpp has.
+    """
+    return padded(padded(n_ctx) // n_streams) * n_streams
 
 
 def _warn_of_gpu(given: dict[str, Any]) -> None:

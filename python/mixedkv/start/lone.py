@@ -315,7 +315,8 @@ class LoneSequence:
 
 def context_size(llm: Llama) -> int:
     """Return how many tokens sequence 0 can have."""
-    return min(llm.kv.stats().n_ctx, len(llm.input_ids))
+    n_ctx = llm.kv.stats().n_ctx
+    return min(n_ctx, llm.n_ctx_asked or n_ctx)
 
 
 def _held_by(llm: Llama) -> _Held:

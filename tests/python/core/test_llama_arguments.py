@@ -73,6 +73,21 @@ def test_an_adapter_that_is_not_there_is_named(tmp_path: Path) -> None:
         Llama(model_path(), lora_path=path, **TINY)
 
 
+@pytest.mark.parametrize("n_ctx", [1, 300])
+@pytest.mark.parametrize(("n_seq_max", "kv_unified"), [(1, False), (3, False), (3, True)])
+def test_a_context_that_is_rounded_up_holds_what_it_says(
+    n_ctx: int, n_seq_max: int, kv_unified: bool
+) -> None:
+    """llama.cpp rounds up to 256 tokens. What was evaluated behind n_ctx was not in `input_ids`."""
+    options: dict[str, Any] = {"n_seq_max": n_seq_max, "kv_unified": kv_unified}
+    with Llama(model_path(), **{**TINY, **options, "n_ctx": n_ctx}) as llm:
+        assert len(llm.input_ids) == llm.n_ctx()
+        n = llm.n_ctx() // (1 if kv_unified else n_seq_max)
+        tokens = [5 + i % 100 for i in range(n)]
+        llm.eval(tokens)
+        assert llm.input_ids[: llm.n_tokens].tolist() == tokens
+
+
 def test_numbers_of_numpy_are_taken() -> None:
     with Llama(model_path(), n_ctx=np.int64(256), n_batch=np.int32(64), verbose=False) as llm:
         assert llm.n_ctx() == 256
