@@ -71,7 +71,7 @@ def test_passages_are_labelled_checked_and_one_tenants(tmp_path: Path) -> None:
         assert found["approximate_cached_tokens"] > 150
         assert found["cached_exact"] is False
         assert found["cached_tokens"] > 100  # the first document, which stands where it stood
-        assert found["cached_repair"] == "query 15%"
+        assert found["cached_repair"] == "query"
         text, exact = complete(server, ANNA, reuse="exact")
         assert exact["cached_exact"] is True
         assert "approximate_cached_tokens" not in exact
@@ -131,7 +131,7 @@ def test_a_request_says_how_its_passages_are_repaired() -> None:
             share: repaired(repair="query", ratio=share)  # the prompt is in the context with other rows
             for share in (0.15, 0.5)
         }
-        assert [name for name, _ in kept.values()] == ["query 15%", "query 50%"]
+        assert [name for name, _ in kept.values()] == ["query", "query 50%"]
         assert kept[0.5][1] < 0.7 * kept[0.15][1]
         assert repaired(overlap_k=4)[0] == "seam 4+4"
         assert repaired(chunk_size=64)[1] > 100
