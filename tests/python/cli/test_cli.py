@@ -214,7 +214,7 @@ def test_words_of_the_context() -> None:
             ["run", "--image", "a.png", "x"],
             "--image: the model needs an image encoder: give it with --mmproj",
         ),
-        (["run", "--lora", "none.gguf", "x"], "none.gguf cannot be loaded: it is no LoRA adapter"),
+        (["run", "--lora", "none.gguf", "x"], "none.gguf: No such file or directory"),
         (["run", "--chat-format", "nope", "x"], "--chat-format='nope' is not one of llama-cpp-python's"),
         (["run", "--seed", "x", "hi"], "argument --seed: 'x' is not a whole number"),
         (["run", "--memory", "6", "x"], "there is room for 0 B: raise memory, or lower --n-ctx"),
