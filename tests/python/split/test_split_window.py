@@ -32,10 +32,10 @@ from support import split_support
 from support.patience import PATIENCE
 from support.split_support import Running
 
-_N_CTX, _SINKS, _WINDOW = 512, 4, 200
+_N_CTX, _SINKS, _WINDOW = 256, 4, 100
 _SLIDE: dict[str, Any] = {"sinks": _SINKS, "window": _WINDOW}
 _GO_ON = ((2, -100.0),)  # the token that ends an answer
-_N = 1000  # tokens of an answer
+_N = 420  # tokens of an answer
 _STEP = _N_CTX - _SINKS - _WINDOW  # tokens that are dropped at a time
 _N_SEQ = 4
 _MIXED = "mixed:threshold=32,group=8"
@@ -140,7 +140,7 @@ def test_drafts_are_as_without_them(
     parts: Exported, head: Head, prompt: list[int], expected: dict[str, list[int]]
 ) -> None:
     """In a mixed cache, where drafts have the bits of single tokens; in F16 near logits may change places."""
-    n = 700
+    n = 300
     with _session(parts, head, _MIXED) as (server, _, session):
         assert _answer(session, prompt, n, draft=8) == expected[_MIXED][:n]
         assert session.n_resends == 0
@@ -167,11 +167,11 @@ def test_a_prompt_that_outgrows_the_context_keeps_what_is_near(
     parts: Exported, head: Head, prompt: list[int]
 ) -> None:
     with _session(parts, head) as (_, _, session):
-        first = _answer(session, prompt, 450)
+        first = _answer(session, prompt, 200)
         sent = _n_sent(head, session)
-        more = head.tokenizer.tokenize("the lamp in the mill and the rain " * 20, start=False)[:100]
+        more = head.tokenizer.tokenize("the lamp in the mill and the rain " * 20, start=False)[:50]
         _answer(session, [*prompt, *first, *more], 1)
-        assert session.n_dropped == len(prompt) + 550 - _SINKS - _WINDOW
+        assert session.n_dropped == len(prompt) + 250 - _SINKS - _WINDOW
         assert _n_sent(head, session) - sent == 1 + len(more)
         other = [9, *more, *prompt, *first]  # another text: nothing of it is there
         _answer(session, other, 1)
@@ -181,12 +181,12 @@ def test_a_prompt_that_outgrows_the_context_keeps_what_is_near(
 def test_a_session_that_shares_rows_leaves_them_to_the_other(
     parts: Exported, head: Head, expected: dict[str, list[int]]
 ) -> None:
-    text = expected["f16"][:400]
+    text = expected["f16"][:200]
     with _session(parts, head, n_ctx=2048) as (server, client, other), client.session() as session:
         before = other._evaluate(text, 1)
         client.n_ctx = _N_CTX  # so that it slides while there is room for copies
-        _answer(session, text, 200, window=400)
-        assert session.n_dropped == _N_CTX - _SINKS - 400
+        _answer(session, text, 100, window=200)
+        assert session.n_dropped == _N_CTX - _SINKS - 200
         assert session.n_resends == 0
         assert np.array_equal(other._evaluate(text, 1), before)  # of the last token, to the bit
         assert other.n_resends == 0
@@ -198,8 +198,8 @@ def test_a_session_that_shares_rows_leaves_them_to_the_other(
 def test_sinks_can_be_none(parts: Exported, head: Head, prompt: list[int]) -> None:
     with _session(parts, head) as (_, client, session):
         assert client.sinks == 0
-        assert _answer(session, prompt, 600, sinks=0) == _local("f16", prompt, 600, sinks=0)
-        assert _n_sent(head, session) == len(prompt) + 599
+        assert _answer(session, prompt, 300, sinks=0) == _local("f16", prompt, 300, sinks=0)
+        assert _n_sent(head, session) == len(prompt) + 299
 
 
 @pytest.mark.nightly
@@ -218,7 +218,7 @@ def test_a_session_that_begins_anew_leaves_no_moved_rows(
 ) -> None:
     """Nobody could go on from them."""
     with _session(parts, head) as (server, _, session):
-        _answer(session, prompt, 600)
+        _answer(session, prompt, 300)
         _answer(session, [9, 8, 7], 2)
         used = server.engine.call(lambda: server.engine.pool.used).result(PATIENCE)
         assert used == len(session.tokens)
@@ -304,11 +304,11 @@ def test_a_step_that_fails_behind_a_drop_is_tried_again_without_it(
 def test_rows_that_have_gone_before_a_drop_are_sent_again(
     parts: Exported, head: Head, prompt: list[int], drops: list[tuple[int, int]]
 ) -> None:
-    wanted = _local("f16", prompt, 600, moves=False)
+    wanted = _local("f16", prompt, 300, moves=False)
     with _session(parts, head) as (server, _, session):
         answer = []
         for token in session.generate_tokens(
-            prompt, max_tokens=600, temperature=0, logit_bias=_GO_ON, **_SLIDE
+            prompt, max_tokens=300, temperature=0, logit_bias=_GO_ON, **_SLIDE
         ):
             answer.append(token)
             if len(prompt) + len(answer) == _N_CTX:
@@ -332,16 +332,16 @@ def test_a_server_that_comes_back_is_sent_what_is_left(
         client = SplitClient(head, server.address, precision="f32")
         session = client.session()
         stream = session.generate_tokens(prompt, max_tokens=_N, temperature=0, logit_bias=_GO_ON, **_SLIDE)
-        answer = [next(stream) for _ in range(600)]
+        answer = [next(stream) for _ in range(260)]
         assert session.n_dropped
     with _running(parts, port=port):
         left = session.text_tokens.copy()
         answer += list(stream)
         assert session.n_resends == 1
-        assert answer[:600] == expected["f16"][:600]
+        assert answer[:260] == expected["f16"][:260]
         n_more = _N_CTX - len(left)
         with client.session() as other:  # what the server has not is evaluated anew
-            assert _answer(other, left, n_more) == answer[600 : 600 + n_more]
+            assert _answer(other, left, n_more) == answer[260 : 260 + n_more]
         session.close()
         client.close()
 
@@ -362,7 +362,7 @@ def test_what_is_kept_behind_a_drop_is_what_is_left(
     ):
         _answer(session, prompt, 60)
         session.keep()
-        _answer(session, session.text_tokens.copy(), 550)
+        _answer(session, session.text_tokens.copy(), 230)
         assert session.n_dropped
         assert session.n_kept == 0  # what was kept before is of another beginning
         sent = _n_sent(head, session)
@@ -378,7 +378,7 @@ def test_what_is_kept_behind_a_drop_is_what_is_left(
         assert _answer(session, text, 40) == _answer(plain, text, 40)
         assert session.n_resends == 0
         assert _n_sent(head, session) == len(session.tokens) - len(kept)
-        _answer(session, session.text_tokens.copy(), 400)  # and it slides once more
+        _answer(session, session.text_tokens.copy(), 120)  # and it slides once more
         assert session.n_dropped
 
 
@@ -391,10 +391,10 @@ def test_a_kept_session_slides_when_its_rows_are_on_disk_only(
         SplitClient(head, server.address, precision="f32") as client,
         client.session(key) as session,
     ):
-        _answer(session, prompt, 450)
+        _answer(session, prompt, 200)
         session.keep()
         kept, text = session.tokens.copy(), session.text_tokens.copy()
-    more = [*text, *range(5, 105)]
+    more = [*text, *range(5, 85)]
     with (
         _running(parts, store=store) as server,
         SplitClient(head, server.address, precision="f32") as client,
@@ -414,11 +414,11 @@ def test_a_kept_session_slides_when_its_rows_are_on_disk_only(
 def test_sinks_of_the_cache_stay(parts: Exported, head: Head, prompt: list[int]) -> None:
     with _session(parts, head, "mixed:sinks=8") as (_, client, session):
         assert (client.can_drop, client.sinks) == (True, 8)
-        _answer(session, prompt, 600)
-        assert _n_sent(head, session) == len(prompt) + 599 + _SINKS + _WINDOW - 1
+        _answer(session, prompt, 300)
+        assert _n_sent(head, session) == len(prompt) + 299 + _SINKS + _WINDOW - 1
     with _session(parts, head, "mixed:sinks=8") as (_, _, session):
-        _answer(session, prompt, 600, sinks=8)
-        assert _n_sent(head, session) == len(prompt) + 599
+        _answer(session, prompt, 300, sinks=8)
+        assert _n_sent(head, session) == len(prompt) + 299
 
 
 def _begun(head: Head, n: int, name: bytes = b"w" * 16) -> tuple[pb.Vectors, dict[str, Any]]:
@@ -510,9 +510,9 @@ def test_a_memory_that_cannot_move_rows_says_so(
     monkeypatch.setattr(KVCache, name, property(lambda self: value))
     with _session(parts, head) as (server, client, session):
         assert not client.can_drop
-        _answer(session, prompt, 600)
+        _answer(session, prompt, 300)
         assert session.n_resends == 0
-        assert _n_sent(head, session) == len(prompt) + 599 + _SINKS + _WINDOW - 1
+        assert _n_sent(head, session) == len(prompt) + 299 + _SINKS + _WINDOW - 1
         begin, at = _begun(head, 40)
         code, text, _ = _send(server, begin, pb.Vectors(**at, drop_begin=4, drop_end=20))
         assert code == Code.INVALID_ARGUMENT
