@@ -158,6 +158,24 @@ struct row_q6_k {
 };
 static_assert(sizeof(row_q6_k) == 210);
 
+// A scale is a power of two, by its exponent; value is a place in the table mxfp4_values.
+struct row_mxfp4 {
+    static constexpr int  bits         = 5;
+    static constexpr int  bias         = 12;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = false;
+    static constexpr int  blocks       = 1;
+    static constexpr int  together     = 1;
+    static constexpr bool faster_alone = false;
+
+    uint8_t exponent;
+    uint8_t nibbles[16];
+};
+static_assert(sizeof(row_mxfp4) == 17);
+
+// Twice the numbers of E2M1, with the bias
+constexpr uint8_t mxfp4_values[16] = { 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0 };
+
 // Eight rows of Q4_0, interleaved by 8 bytes of each; values have a sign in 4 bits
 struct rows_q4_0_x8 {
     static constexpr int  bits         = 4;
@@ -190,6 +208,21 @@ struct rows_q4_k_x8 {
 };
 static_assert(sizeof(rows_q4_k_x8) == 8 * sizeof(row_q4_k));
 
+// Eight rows of MXFP4, interleaved by 8 bytes of each
+struct rows_mxfp4_x8 {
+    static constexpr int  bits         = 5;
+    static constexpr int  bias         = 12;
+    static constexpr int  scales       = 1;
+    static constexpr bool has_least    = false;
+    static constexpr int  blocks       = 1;
+    static constexpr int  together     = 8;
+    static constexpr bool faster_alone = false;
+
+    uint8_t exponent[8];
+    uint8_t nibbles[8 * 16];
+};
+static_assert(sizeof(rows_mxfp4_x8) == 8 * sizeof(row_mxfp4));
+
 // Calls f with a null pointer to the struct of the type; returns false for a type that is none of these.
 template <class F>
 bool with_row_type(int type, F && f) {
@@ -218,11 +251,17 @@ bool with_row_type(int type, F && f) {
     case WEIGHTS_Q6_K:
         f(static_cast<const row_q6_k *>(nullptr));
         return true;
+    case WEIGHTS_MXFP4:
+        f(static_cast<const row_mxfp4 *>(nullptr));
+        return true;
     case WEIGHTS_Q4_0_X8:
         f(static_cast<const rows_q4_0_x8 *>(nullptr));
         return true;
     case WEIGHTS_Q4_K_X8:
         f(static_cast<const rows_q4_k_x8 *>(nullptr));
+        return true;
+    case WEIGHTS_MXFP4_X8:
+        f(static_cast<const rows_mxfp4_x8 *>(nullptr));
         return true;
     default:
         return false;

@@ -12,6 +12,19 @@ inline size_t column_bytes(int64_t n_elements) {
     return size_t(n_elements) / WEIGHTS_BLOCK * sizeof(column_block);
 }
 
+// Column c of a product, as packed
+inline const column_block * packed_column(const weights_product & p, int64_t c) {
+    const int64_t from = p.chosen ? p.chosen[2 * c] : c;
+    return reinterpret_cast<const column_block *>(static_cast<const char *>(p.columns) +
+                                                  from * column_bytes(p.n_elements));
+}
+
+// Where its products go
+inline float * out_column(const weights_product & p, int64_t c) {
+    const int64_t to = p.chosen ? p.chosen[2 * c + 1] : c;
+    return reinterpret_cast<float *>(reinterpret_cast<char *>(p.out) + to * p.out_bytes);
+}
+
 template <class Row>
 void pack_block(const column_q8_0 & in, column_block & out) {
     int first = 0, second = 0;

@@ -19,12 +19,21 @@ static inline int weights_type_of(const struct ggml_tensor * rows) {
     return -1;
 }
 
+// Whether rows are those of several experts, one behind the other, and src[2] says to which of them each column goes
+static inline bool weights_is_routed(const struct ggml_tensor * dst) {
+    return dst->op == GGML_OP_MUL_MAT_ID;
+}
+
 static inline bool weights_take(const struct ggml_tensor * dst) {
-    const struct ggml_tensor * rows = dst->src[0];
-    return dst->op == GGML_OP_MUL_MAT && rows->ne[0] % WEIGHTS_BLOCK == 0 && rows->ne[2] == 1 && rows->ne[3] == 1 &&
-           rows->nb[0] == ggml_type_size(rows->type) && dst->src[1]->type == GGML_TYPE_F32 &&
-           dst->src[1]->nb[0] == sizeof(float) && ggml_is_contiguous(dst) &&
-           weights_supported(weights_type_of(rows), ggml_nrows(dst->src[1]));
+    if (dst->op != GGML_OP_MUL_MAT && !weights_is_routed(dst)) {
+        return false;
+    }
+    const struct ggml_tensor * rows      = dst->src[0];
+    const bool                 is_routed = weights_is_routed(dst);
+    return (is_routed ? ggml_is_quantized(rows->type) : rows->ne[2] == 1) && rows->ne[3] == 1 &&
+           rows->ne[0] % WEIGHTS_BLOCK == 0 && rows->nb[0] == ggml_type_size(rows->type) &&
+           dst->src[1]->type == GGML_TYPE_F32 && dst->src[1]->nb[0] == sizeof(float) && ggml_is_contiguous(dst) &&
+           weights_supported(weights_type_of(rows), is_routed ? dst->src[2]->ne[1] : ggml_nrows(dst->src[1]));
 }
 
 // Bytes of the columns that the threads share
@@ -33,13 +42,71 @@ static inline size_t weights_packed_size(const struct ggml_tensor * dst) {
     return GGML_PAD(weights_columns_bytes(type, dst->src[0]->ne[0], ggml_nrows(dst->src[1])), WEIGHTS_ALIGNMENT);
 }
 
-// With what each thread needs besides
+// Which columns go to which experts
+struct weights_routes {
+    int32_t * n_active;
+    int32_t * active; // experts that have columns
+    int32_t * ends;   // of each expert's pairs
+    int32_t * pairs;  // weights_product's `chosen`, expert by expert
+};
+
+static inline struct weights_routes weights_routes_at(const struct ggml_tensor * dst, void * memory) {
+    const int64_t               n_experts = dst->src[0]->ne[2];
+    int32_t * const             first     = memory;
+    const struct weights_routes res       = { first, first + 1, first + 1 + n_experts, first + 1 + 2 * n_experts };
+    return res;
+}
+
+static inline size_t weights_routes_size(const struct ggml_tensor * dst) {
+    if (!weights_is_routed(dst)) {
+        return 0;
+    }
+    const int64_t n = 1 + 2 * dst->src[0]->ne[2] + 2 * ggml_nelements(dst->src[2]);
+    return GGML_PAD(n * sizeof(int32_t), WEIGHTS_ALIGNMENT);
+}
+
+// With these, and what each thread needs besides
 static inline size_t weights_wdata_size(const struct ggml_tensor * dst, int n_threads) {
     if (!weights_take(dst)) {
         return 0;
     }
     const size_t work = weights_work_bytes(weights_type_of(dst->src[0]), ggml_nrows(dst->src[1]));
-    return WEIGHTS_ALIGNMENT + weights_packed_size(dst) + n_threads * work;
+    return WEIGHTS_ALIGNMENT + weights_packed_size(dst) + weights_routes_size(dst) + n_threads * work;
+}
+
+static inline int32_t weights_expert(const struct ggml_tensor * ids, int64_t token, int64_t i) {
+    return *(const int32_t *)((const char *)ids->data + token * ids->nb[1] + i * ids->nb[0]);
+}
+
+// Sorts the columns by their experts.
+static inline void weights_route(const struct ggml_tensor * dst, const struct weights_routes * routes) {
+    const struct ggml_tensor * ids       = dst->src[2];
+    const int64_t              n_experts = dst->src[0]->ne[2];
+
+    memset(routes->ends, 0, n_experts * sizeof(int32_t));
+    for (int64_t token = 0; token < ids->ne[1]; token++) {
+        for (int64_t i = 0; i < ids->ne[0]; i++) {
+            const int32_t expert = weights_expert(ids, token, i);
+            GGML_ASSERT(expert >= 0 && expert < n_experts);
+            routes->ends[expert]++;
+        }
+    }
+    *routes->n_active = 0;
+    for (int32_t expert = 0, begin = 0; expert < n_experts; expert++) {
+        const int32_t n      = routes->ends[expert];
+        routes->ends[expert] = begin; // until its pairs are there
+        begin += n;
+        if (n) {
+            routes->active[(*routes->n_active)++] = expert;
+        }
+    }
+    for (int64_t token = 0; token < ids->ne[1]; token++) {
+        for (int64_t i = 0; i < ids->ne[0]; i++) {
+            int32_t * pair = routes->pairs + 2 * routes->ends[weights_expert(ids, token, i)]++;
+            pair[0]        = (int32_t)(token * dst->src[1]->ne[1] + i % dst->src[1]->ne[1]);
+            pair[1]        = (int32_t)(token * dst->ne[1] + i);
+        }
+    }
 }
 
 // This thread's share of the blocks of all columns
@@ -85,9 +152,59 @@ static inline struct weights_product weights_product_of(const struct ggml_tensor
 
 // Whether a node is a product that can be made together with `first`, which lies before it
 static inline bool weights_join(const struct ggml_tensor * first, const struct ggml_tensor * dst) {
-    return dst->src[1] == first->src[1] && (dst->flags & GGML_TENSOR_FLAG_COMPUTE) && weights_take(dst) &&
-           dst->src[0]->op == GGML_OP_NONE &&
+    return dst->op == first->op && dst->src[1] == first->src[1] && (dst->flags & GGML_TENSOR_FLAG_COMPUTE) &&
+           weights_take(dst) && dst->src[0]->op == GGML_OP_NONE &&
            weights_packed_alike(weights_type_of(dst->src[0]), weights_type_of(first->src[0]));
+}
+
+// Packs the columns of a product, with the other threads, and sorts those that are routed.
+static inline struct weights_columns weights_prepare(struct ggml_compute_params * params,
+                                                     const struct ggml_tensor * dst, char * packed) {
+    GGML_ASSERT(params->wsize >= weights_wdata_size(dst, params->nth));
+    const struct weights_columns columns = {
+        .type       = weights_type_of(dst->src[0]),
+        .n_elements = dst->src[0]->ne[0],
+        .n_columns  = ggml_nrows(dst->src[1]),
+        .packed     = packed,
+        .quantise   = ggml_get_type_traits_cpu(GGML_TYPE_Q8_0)->from_float,
+    };
+    weights_pack_columns(dst, &columns, params->ith, params->nth);
+    if (params->ith == 0) {
+        if (weights_is_routed(dst)) {
+            const struct weights_routes routes = weights_routes_at(dst, packed + weights_packed_size(dst));
+            weights_route(dst, &routes);
+        }
+        ggml_threadpool_chunk_set(params->threadpool, params->nth);
+    }
+    ggml_barrier(params->threadpool);
+    return columns;
+}
+
+// Rows that a thread draws at a time: four turns for each thread, so that one that is held up leaves its work to others
+static inline int64_t weights_turn(int64_t n_rows, int n_turns) {
+    const int64_t least = n_rows / n_turns;
+    return MAX(least - least % WEIGHTS_ROWS, WEIGHTS_ROWS);
+}
+
+// This thread's share of the products of the experts, once the columns are packed
+static inline void weights_compute_routed(const struct ggml_compute_params * params, const struct ggml_tensor * dst,
+                                          char * packed, char * work) {
+    const struct ggml_tensor *  rows    = dst->src[0];
+    const struct weights_routes routes  = weights_routes_at(dst, packed + weights_packed_size(dst));
+    struct weights_product      product = weights_product_of(dst, packed);
+
+    const int64_t turn    = MIN(weights_turn(*routes.n_active * product.n_rows, 4 * params->nth), product.n_rows);
+    const int64_t n_turns = (product.n_rows + turn - 1) / turn; // of an expert
+    for (int64_t next = params->ith; next < *routes.n_active * n_turns;
+         next         = ggml_threadpool_chunk_add(params->threadpool, 1)) {
+        const int32_t expert = routes.active[next / n_turns];
+        const int32_t begin  = expert ? routes.ends[expert - 1] : 0;
+        const int64_t r      = next % n_turns * turn;
+        product.rows         = (const char *)rows->data + expert * rows->nb[2];
+        product.n_columns    = routes.ends[expert] - begin;
+        product.chosen       = routes.pairs + 2 * begin;
+        weights_run(&product, work, r, MIN(r + turn, product.n_rows));
+    }
 }
 
 // Computes a node and the products that follow it and read the same columns, as those of Q, K and V do where
@@ -104,6 +221,13 @@ static inline int weights_compute_forward(struct ggml_compute_params * params, c
     }
     char * const packed = (char *)params->wdata + -(uintptr_t)params->wdata % WEIGHTS_ALIGNMENT;
 
+    const struct weights_columns columns = weights_prepare(params, first, packed);
+    char * const                 work    = packed + weights_packed_size(first) + weights_routes_size(first) +
+                                           params->ith * weights_work_bytes(columns.type, columns.n_columns);
+    if (weights_is_routed(first)) {
+        weights_compute_routed(params, first, packed, work);
+        return 0;
+    }
     struct weights_product products[MOST];
 
     int     n      = 0;
@@ -113,26 +237,7 @@ static inline int weights_compute_forward(struct ggml_compute_params * params, c
         n_rows += products[n++].n_rows;
     } while (n < MOST && i_node + n < graph->n_nodes && weights_join(first, graph->nodes[i_node + n]));
 
-    GGML_ASSERT(params->wsize >= weights_wdata_size(first, params->nth));
-    const struct weights_columns columns = {
-        .type       = weights_type_of(first->src[0]),
-        .n_elements = first->src[0]->ne[0],
-        .n_columns  = ggml_nrows(first->src[1]),
-        .packed     = packed,
-        .quantise   = ggml_get_type_traits_cpu(GGML_TYPE_Q8_0)->from_float,
-    };
-    weights_pack_columns(first, &columns, params->ith, params->nth);
-    if (params->ith == 0) {
-        ggml_threadpool_chunk_set(params->threadpool, params->nth);
-    }
-    ggml_barrier(params->threadpool);
-
-    char * const work =
-        packed + weights_packed_size(first) + params->ith * weights_work_bytes(columns.type, columns.n_columns);
-
-    // Four turns for each thread, so that one that is held up leaves its work to others; more where turns differ
-    const int64_t least = n_rows / ((products[0].wanted ? 64 : 4) * params->nth);
-    const int64_t turn  = MAX(least - least % WEIGHTS_ROWS, WEIGHTS_ROWS);
+    const int64_t turn = weights_turn(n_rows, (products[0].wanted ? 64 : 4) * params->nth); // more where turns differ
     for (int64_t next = params->ith;; next = ggml_threadpool_chunk_add(params->threadpool, 1)) {
         int     k = 0;
         int64_t r = next * turn;

@@ -24,6 +24,7 @@ struct avx2 {
     static floats set(float x) { return _mm256_set1_ps(x); }
     static floats fma(floats a, floats b, floats c) { return _mm256_fmadd_ps(a, b, c); }
     static floats to_floats(ints x) { return _mm256_cvtepi32_ps(__m256i(x)); }
+    static floats as_floats(ints bits) { return _mm256_castsi256_ps(__m256i(bits)); }
 
     // 16 bytes of rows i and i + 4
     static __m256i load_pair(const char * const * rows, int i, size_t at) {
@@ -62,8 +63,14 @@ struct avx2 {
         return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(rows[0] + at)));
     }
 
-    static floats bytes_of_eights(const uint64_t bytes[1]) {
-        return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(bytes[0]))));
+    static ints bytes_of_eights(const uint64_t bytes[1]) {
+        return ints(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(int64_t(bytes[0]))));
+    }
+
+    // Each byte of x, from 0 to 15, as the entry of a table
+    static ints look_up(const uint8_t table[16], ints x) {
+        const __m128i entries = _mm_loadu_si128(reinterpret_cast<const __m128i *>(table));
+        return ints(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(entries), __m256i(x)));
     }
 
     static ints dwords(const char * const * rows, size_t at) {

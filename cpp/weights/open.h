@@ -32,12 +32,29 @@ MIXEDKV_INLINE Ints fifth_bit(Ints bytes, int b) {
     return (b < 4 ? bytes << (4 - b) : bytes >> (b - 4)) & 0x10101010;
 }
 
-// Low nibbles are groups 0 to 3, high nibbles 4 to 7.
+// Group g of a block: low nibbles are groups 0 to 3, high nibbles 4 to 7.
+template <class Ints>
+MIXEDKV_INLINE Ints nibbles_of(const Ints lines[4], int g) {
+    return g < 4 ? low_nibbles(lines[g % 4]) : high_nibbles(lines[g % 4]);
+}
+
 template <class V, class Out>
 MIXEDKV_INLINE void put_nibbles(const typename V::ints lines[4], Out & out) {
 #pragma GCC         unroll 8
     for (int g = 0; g < groups; g++) {
-        out.values(0, g, g < 4 ? low_nibbles(lines[g % 4]) : high_nibbles(lines[g % 4]));
+        out.values(0, g, nibbles_of(lines, g));
+    }
+    out.done(0);
+}
+
+template <class V, class Out>
+MIXEDKV_INLINE void put_mxfp4(typename V::ints exponents, const typename V::ints lines[4], Out & out) {
+    const typename V::ints least = 0x00200000 << (exponents & 1); // of exponents 0 and 1, below the normal numbers
+    const typename V::ints small = typename V::ints(exponents < 2);
+    out.scale(0, 0, V::as_floats((least & small) | (((exponents - 1) << 23) & ~small)));
+#pragma GCC unroll 8
+    for (int g = 0; g < groups; g++) {
+        out.values(0, g, V::look_up(mxfp4_values, nibbles_of(lines, g)));
     }
     out.done(0);
 }
@@ -56,8 +73,7 @@ MIXEDKV_INLINE void open_fives(typename V::ints fifth, const char * const * rows
     V::lines(rows, at, lines);
 #pragma GCC unroll 8
     for (int g = 0; g < groups; g++) {
-        const typename V::ints four = g < 4 ? low_nibbles(lines[g % 4]) : high_nibbles(lines[g % 4]);
-        out.values(0, g, four | V::fifths(fifth, g));
+        out.values(0, g, nibbles_of(lines, g) | V::fifths(fifth, g));
     }
     out.done(0);
 }
@@ -162,8 +178,8 @@ struct six_bits_of_eights {
             scales[i] = (x[0] & 0x3f3f3f3f) | uint64_t(low_nibbles(x[2]) | (x[0] >> 2 & 0x30303030)) << 32;
             leasts[i] = (x[1] & 0x3f3f3f3f) | uint64_t(high_nibbles(x[2]) | (x[1] >> 2 & 0x30303030)) << 32;
         }
-        out.scale(block, 0, scale * V::bytes_of_eights(scales));
-        out.least(block, least * V::bytes_of_eights(leasts));
+        out.scale(block, 0, scale * V::to_floats(V::bytes_of_eights(scales)));
+        out.least(block, least * V::to_floats(V::bytes_of_eights(leasts)));
     }
 };
 
@@ -177,6 +193,25 @@ MIXEDKV_INLINE void open(const rows_q4_0_x8 *, const char * const * rows, size_t
         lines[i] ^= 0x88888888; // with the bias
     }
     put_nibbles<V>(lines, out);
+}
+
+template <class V, class Out>
+MIXEDKV_INLINE void open(const row_mxfp4 *, const char * const * rows, size_t at, Out & out) {
+    typename V::ints lines[4];
+    V::lines(rows, at + offsetof(row_mxfp4, nibbles), lines);
+    put_mxfp4<V>(V::dwords(rows, at) & 0xff, lines, out);
+}
+
+template <class V, class Out>
+MIXEDKV_INLINE void open(const rows_mxfp4_x8 *, const char * const * rows, size_t at, Out & out) {
+    uint64_t exponents[V::lanes / 8];
+#pragma GCC unroll 2
+    for (int i = 0; i < V::lanes / 8; i++) {
+        std::memcpy(exponents + i, rows[8 * i] + at, 8);
+    }
+    typename V::ints lines[4];
+    V::lines_of_eights(rows, at + offsetof(rows_mxfp4_x8, nibbles), lines);
+    put_mxfp4<V>(V::bytes_of_eights(exponents), lines, out);
 }
 
 MIXEDKV_INLINE size_t nibbles_at(const row_q4_k *, int b) {

@@ -87,11 +87,9 @@ struct few_columns {
     float *              out[Columns];
 
     few_columns(const weights_product & p, int64_t first, int64_t row) {
-        const size_t bytes = column_bytes(p.n_elements);
         for (int c = 0; c < Columns; c++) {
-            const char * column = static_cast<const char *>(p.columns) + (first + c) * bytes;
-            in[c]               = reinterpret_cast<const column_block *>(column);
-            out[c] = reinterpret_cast<float *>(reinterpret_cast<char *>(p.out) + (first + c) * p.out_bytes) + row;
+            in[c]  = packed_column(p, first + c);
+            out[c] = out_column(p, first + c) + row;
         }
     }
 };

@@ -78,7 +78,7 @@ const weights_kernels * body_of(int type, int64_t n_columns) {
 // Rows that are not wanted
 void fill(const weights_product & p, int64_t row_0, int64_t row_1) {
     for (int64_t c = 0; c < p.n_columns; c++) {
-        float * out = reinterpret_cast<float *>(reinterpret_cast<char *>(p.out) + c * p.out_bytes);
+        float * out = out_column(p, c);
         std::fill(out + row_0, out + row_1, -std::numeric_limits<float>::infinity());
     }
 }
@@ -116,7 +116,8 @@ size_t weights_work_bytes(int type, int64_t n_columns) {
 }
 
 void weights_run(const weights_product * product, void * work, int64_t row_0, int64_t row_1) {
-    const auto run = body_of(product->type, product->n_columns)->run;
+    // a batch of columns may have a single one that is routed to these rows
+    const auto run = (product->chosen ? chosen().quantised : body_of(product->type, product->n_columns))->run;
     if (!product->wanted) {
         return run(*product, work, row_0, row_1);
     }

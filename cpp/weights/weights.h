@@ -28,20 +28,22 @@ extern "C" {
 // Layouts of rows as in ggml's files, and ggml's numbers. _X8 are eight rows together, as llama.cpp repacks them on
 // x86.
 enum weights_type {
-    WEIGHTS_F16  = 1,
-    WEIGHTS_Q4_0 = 2,
-    WEIGHTS_Q4_1 = 3,
-    WEIGHTS_Q5_0 = 6,
-    WEIGHTS_Q5_1 = 7,
-    WEIGHTS_Q8_0 = 8,
-    WEIGHTS_Q4_K = 12,
-    WEIGHTS_Q5_K = 13,
-    WEIGHTS_Q6_K = 14,
-    WEIGHTS_BF16 = 30,
+    WEIGHTS_F16   = 1,
+    WEIGHTS_Q4_0  = 2,
+    WEIGHTS_Q4_1  = 3,
+    WEIGHTS_Q5_0  = 6,
+    WEIGHTS_Q5_1  = 7,
+    WEIGHTS_Q8_0  = 8,
+    WEIGHTS_Q4_K  = 12,
+    WEIGHTS_Q5_K  = 13,
+    WEIGHTS_Q6_K  = 14,
+    WEIGHTS_BF16  = 30,
+    WEIGHTS_MXFP4 = 39,
 
-    WEIGHTS_X8      = 256,
-    WEIGHTS_Q4_0_X8 = WEIGHTS_X8 + WEIGHTS_Q4_0,
-    WEIGHTS_Q4_K_X8 = WEIGHTS_X8 + WEIGHTS_Q4_K,
+    WEIGHTS_X8       = 256,
+    WEIGHTS_Q4_0_X8  = WEIGHTS_X8 + WEIGHTS_Q4_0,
+    WEIGHTS_Q4_K_X8  = WEIGHTS_X8 + WEIGHTS_Q4_K,
+    WEIGHTS_MXFP4_X8 = WEIGHTS_X8 + WEIGHTS_MXFP4,
 };
 
 // out[column][row] = rows[row] . columns[column]
@@ -59,6 +61,9 @@ struct weights_product {
     // A bit for each row, null: all are wanted. Blocks of WEIGHTS_ROWS rows without one need not be computed, and are
     // minus infinity then.
     const uint32_t * wanted;
+
+    // Quantised rows alone, null: n_columns pairs, which of the packed columns and which column of out
+    const int32_t * chosen;
 };
 
 // A node of ggml's that is a product has the address of `wanted` from here on in its op_params, or zeros.

@@ -30,6 +30,7 @@ struct avx512 {
     static floats set(float x) { return _mm512_set1_ps(x); }
     static floats fma(floats a, floats b, floats c) { return _mm512_fmadd_ps(a, b, c); }
     static floats to_floats(ints x) { return _mm512_cvtepi32_ps(__m512i(x)); }
+    static floats as_floats(ints bits) { return _mm512_castsi512_ps(__m512i(bits)); }
 
     static __m128i load_line(const char * p) { return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p)); }
 
@@ -70,8 +71,13 @@ struct avx512 {
         return _mm512_cvtph_ps(_mm256_set_m128i(load_line(rows[8] + at), load_line(rows[0] + at)));
     }
 
-    static floats bytes_of_eights(const uint64_t bytes[2]) {
-        return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_set_epi64x(int64_t(bytes[1]), int64_t(bytes[0]))));
+    static ints bytes_of_eights(const uint64_t bytes[2]) {
+        return ints(_mm512_cvtepu8_epi32(_mm_set_epi64x(int64_t(bytes[1]), int64_t(bytes[0]))));
+    }
+
+    static ints look_up(const uint8_t table[16], ints x) {
+        const __m128i entries = load_line(reinterpret_cast<const char *>(table));
+        return ints(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(entries), __m512i(x)));
     }
 
     static ints dwords(const char * const * rows, size_t at) {

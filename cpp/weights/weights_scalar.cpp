@@ -96,6 +96,23 @@ void open(const row_q6_k & row, int b, opened_block & out) {
     }
 }
 
+// 2 to the power of x - 128
+float power_of(uint8_t x) {
+    return std::ldexp(1.0f, x - 128);
+}
+
+void look_up(uint8_t * values) {
+    for (int i = 0; i < WEIGHTS_BLOCK; i++) {
+        values[i] = mxfp4_values[values[i]];
+    }
+}
+
+void open(const row_mxfp4 & row, int, opened_block & out) {
+    open_nibbles(row.nibbles, out.values);
+    look_up(out.values);
+    out.scale[0] = power_of(row.exponent);
+}
+
 // Byte i of row r among eight
 int in_eight(int r, int i) {
     return i / 8 * 64 + r * 8 + i % 8;
@@ -115,6 +132,16 @@ void open(const rows_q4_k_x8 & rows, int r, int b, opened_block & out) {
     for (int i = 0; i < WEIGHTS_BLOCK; i++) {
         out.values[i] = rows.nibbles[in_eight(r, b / 2 * 32 + i)] >> b % 2 * 4 & 15;
     }
+}
+
+void open(const rows_mxfp4_x8 & rows, int r, int, opened_block & out) {
+    uint8_t nibbles[16];
+    for (int i = 0; i < 16; i++) {
+        nibbles[i] = rows.nibbles[in_eight(r, i)];
+    }
+    open_nibbles(nibbles, out.values);
+    look_up(out.values);
+    out.scale[0] = power_of(rows.exponent[r]);
 }
 
 template <class Row>
@@ -147,10 +174,9 @@ float product(const Row * row, int r, const column_block * column, int64_t n_blo
 template <class Row>
 void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
     const int64_t n_blocks = p.n_elements / WEIGHTS_BLOCK;
-    const size_t  bytes    = column_bytes(p.n_elements);
     for (int64_t c = 0; c < p.n_columns; c++) {
-        const auto * column = reinterpret_cast<const column_block *>(static_cast<const char *>(p.columns) + c * bytes);
-        auto *       out    = reinterpret_cast<float *>(reinterpret_cast<char *>(p.out) + c * p.out_bytes);
+        const column_block * column = packed_column(p, c);
+        float *              out    = out_column(p, c);
         for (int64_t r = row_0; r < row_1; r++) {
             const int64_t in  = r % Row::together;
             const char *  row = static_cast<const char *>(p.rows) + (r - in) * p.row_bytes;

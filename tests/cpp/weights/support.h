@@ -5,6 +5,7 @@
 #include "weights/columns.h"
 
 #include <algorithm>
+#include <cmath>
 #include <initializer_list>
 #include <memory>
 #include <random>
@@ -42,9 +43,10 @@ struct named_type {
 };
 
 constexpr named_type types[] = {
-    { "q4_0", WEIGHTS_Q4_0 },       { "q4_1", WEIGHTS_Q4_1 },       { "q5_0", WEIGHTS_Q5_0 }, { "q5_1", WEIGHTS_Q5_1 },
-    { "q8_0", WEIGHTS_Q8_0 },       { "q4_k", WEIGHTS_Q4_K },       { "q5_k", WEIGHTS_Q5_K }, { "q6_k", WEIGHTS_Q6_K },
-    { "q4_0_x8", WEIGHTS_Q4_0_X8 }, { "q4_k_x8", WEIGHTS_Q4_K_X8 },
+    { "q4_0", WEIGHTS_Q4_0 },       { "q4_1", WEIGHTS_Q4_1 },   { "q5_0", WEIGHTS_Q5_0 },
+    { "q5_1", WEIGHTS_Q5_1 },       { "q8_0", WEIGHTS_Q8_0 },   { "q4_k", WEIGHTS_Q4_K },
+    { "q5_k", WEIGHTS_Q5_K },       { "q6_k", WEIGHTS_Q6_K },   { "q4_0_x8", WEIGHTS_Q4_0_X8 },
+    { "q4_k_x8", WEIGHTS_Q4_K_X8 }, { "mxfp4", WEIGHTS_MXFP4 }, { "mxfp4_x8", WEIGHTS_MXFP4_X8 },
 };
 
 // `scale` and `least` as halves
@@ -62,6 +64,21 @@ inline void set_least(row_q5_k & row, uint16_t least) {
 }
 template <class Row>
 void set_least(Row &, uint16_t) {}
+
+// Powers of two have the exponent of such a scale
+inline uint8_t exponent_of(uint16_t scale) {
+    return uint8_t(128 + std::ilogb(mixedkv::half_to_float(scale)));
+}
+
+template <class Scale, class Least>
+void set_factors(row_mxfp4 & row, Scale scale, Least) {
+    row.exponent = exponent_of(scale());
+}
+
+template <class Scale, class Least>
+void set_factors(rows_mxfp4_x8 & rows, Scale scale, Least) {
+    std::generate_n(rows.exponent, 8, [&] { return exponent_of(scale()); });
+}
 
 template <class Row, class Scale, class Least>
 void set_factors(Row & row, Scale scale, Least least) {
@@ -155,6 +172,22 @@ struct problem {
     }
 
     std::vector<float> run(const weights_kernels & body) const { return run(body, 0, n_columns, n_rows); }
+
+    // Of `n` columns that are chosen, of which column i of `out` has the products of the last but i
+    std::vector<float> run_chosen(const weights_kernels & body, int64_t n) const {
+        const std::vector<column_block> all = packed();
+        std::vector<int32_t>            pairs;
+        for (int32_t i = 0; i < n; i++) {
+            pairs.insert(pairs.end(), { int32_t(n_columns - 1 - i), i });
+        }
+        std::vector<float>    out(n * n_rows);
+        const weights_product product = { type,       n_elements,  n_rows,
+                                          n,          rows.data(), row_bytes,
+                                          all.data(), out.data(),  n_rows * sizeof(float),
+                                          nullptr,    pairs.data() };
+        body.run(product, nullptr, 0, n_rows);
+        return out;
+    }
 };
 
 inline float value_of(int type, uint16_t bits) {

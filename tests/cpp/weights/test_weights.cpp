@@ -16,7 +16,8 @@ using test::problem;
 const mixedkv::weights_kernels * body;
 
 void equals_the_twin(int type) {
-    const int64_t unit = type % WEIGHTS_X8 >= WEIGHTS_Q4_K ? 256 : 32;
+    int64_t unit = 32;
+    mixedkv::with_row_type(type, [&](auto * row) { unit *= row->blocks; });
     for (const int64_t n_units : { 1, 3, 16, 17, 48 }) {
         for (const int64_t n_rows : { 1, 7, 16, 17, 32, 47 }) {
             for (const int64_t n_columns : { 1, 2, 3, 4, 5, 11, 40 }) {
@@ -34,6 +35,17 @@ void a_column_has_the_same_bits_in_any_batch(int type) {
         for (int64_t n = 1; n <= 15 - first; n++) {
             const std::vector<float> some = p.run(*body, first, n, 40);
             CHECK(std::equal(some.begin(), some.end(), together.begin() + first * 40));
+        }
+    }
+}
+
+void columns_may_be_chosen(int type) {
+    const problem            p(type, 768, 40, 9);
+    const std::vector<float> all = p.run(*body);
+    for (const int64_t n : { 1, 2, 9 }) {
+        const std::vector<float> some = p.run_chosen(*body, n);
+        for (int64_t c = 0; c < n; c++) {
+            CHECK(std::equal(some.begin() + c * 40, some.begin() + (c + 1) * 40, all.begin() + (8 - c) * 40));
         }
     }
 }
@@ -92,6 +104,7 @@ int main(int argc, char ** argv) {
         std::printf("%s\n", name);
         equals_the_twin(type);
         a_column_has_the_same_bits_in_any_batch(type);
+        columns_may_be_chosen(type);
         rows_may_be_drawn_by_many_threads(type);
         the_largest_integers_do_not_overflow(type);
         scales_below_the_normal_ones(type);

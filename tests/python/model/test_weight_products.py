@@ -14,7 +14,18 @@ import numpy.typing as npt
 import pytest
 
 from mixedkv import _core
-from support.weight_products_child import ALL, CASES, HALVES, N_FEWER, N_TOGETHER, REPACKED, TYPES
+from support.weight_products_child import (
+    ALL,
+    CASES,
+    HALVES,
+    N_EXPERTS,
+    N_FEWER,
+    N_ROUTED,
+    N_TOGETHER,
+    REPACKED,
+    TYPES,
+    routes,
+)
 
 ISA = _core.version()["isa"]
 N_ROWS, N_ELEMENTS = 77, 1280  # no whole number of panels; five units of the K types
@@ -25,7 +36,7 @@ Products = dict[str, npt.NDArray[np.float32]]
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, and columns of which some elements are far larger than the others."""
     random = np.random.default_rng(7)
-    columns = random.standard_normal((40, N_ELEMENTS), np.float32)
+    columns = random.standard_normal((N_ROUTED, N_ELEMENTS), np.float32)
     columns[:, ::97] *= 20
     weights = random.standard_normal((N_ROWS, N_ELEMENTS), np.float32) / 30
     path = tmp_path_factory.mktemp("weights") / "given.npz"
@@ -66,7 +77,7 @@ def test_they_are_the_products_of_what_is_stored(
 ) -> None:
     """Only columns are rounded, to Q8_0, and sums. llama.cpp's products are no nearer to those in F64."""
     out, stock = products(MIXEDKV_WEIGHTS="all"), products(MIXEDKV_WEIGHTS="llama.cpp")
-    columns = np.load(given)["columns"]
+    columns = np.load(given)["columns"][:40]
     eight = gguf.GGMLQuantizationType.Q8_0
     rounded = gguf.quants.dequantize(gguf.quants.quantize(columns, eight), eight).astype(np.float64)
     weights = dequantised(out[name], name)
@@ -112,8 +123,30 @@ def test_rows_that_llama_cpp_has_repacked_give_the_same_bits(
         np.testing.assert_array_equal(got, ours[f"{name} 40 1"][:n_columns, :n_rows])
         theirs = stock[f"{name} repacked {n_columns} {n_threads}"]
         assert relative_error(got, theirs) < 0.03
-        if name != "Q4_0":  # whose columns are rounded alike, and some sums have the same order
+        if name == "Q4_K":  # the columns of others are rounded alike, and sums may have the same order
             assert not np.array_equal(got, theirs)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_columns_that_go_to_experts_have_the_bits_of_a_product_with_each(
+    name: str, products: Callable[..., Products]
+) -> None:
+    """Where the rows are repacked too, and with one column for all experts of a token or one for each."""
+    out, stock = products(MIXEDKV_WEIGHTS="all"), products(MIXEDKV_WEIGHTS="llama.cpp")
+    n_rows = N_ROWS // N_EXPERTS // N_TOGETHER * N_TOGETHER
+    for shared in (True, False):
+        for n_tokens, n_threads in CASES:
+            experts = routes(n_tokens)
+            column = np.arange(experts.size).reshape(experts.shape)
+            if shared:
+                column //= experts.shape[1]
+            rows = experts[:, :, None] * n_rows + np.arange(n_rows)
+            wanted = out[f"{name} {N_ROUTED} 1"][column[:, :, None], rows]
+            for kind in ("routed", "routed repacked"):
+                case = f"{name} {kind} {shared} {n_tokens} {n_threads}"
+                if kind == "routed" or case in out:
+                    np.testing.assert_array_equal(out[case], wanted)
+                    assert relative_error(out[case], stock[case]) < 0.03
 
 
 @pytest.mark.parametrize("isa", ["avx512", "avxvnni", "avx2", "scalar"])
@@ -150,7 +183,7 @@ def test_rows_in_16_bits_with_columns_rounded_to_16_bits(
     many by AMX, in parts of 8 bits."""
     ours, stock = products(), products(MIXEDKV_WEIGHTS="llama.cpp")
     arrays = np.load(given)
-    exact = rounded_to(name, arrays["columns"]) @ rounded_to(name, arrays["weights"]).T
+    exact = rounded_to(name, arrays["columns"][:40]) @ rounded_to(name, arrays["weights"]).T
     for n_columns, n_threads in CASES:
         case = f"{name} {n_columns} {n_threads}"
         assert relative_error(ours[case], exact[:n_columns]) < 1.5e-5

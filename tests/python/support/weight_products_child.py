@@ -22,14 +22,17 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q4_K": 12, "Q5_K": 13, "Q6_K": 14}
+TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8}
+TYPES |= {"Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "MXFP4": 39}
 HALVES = {"F16": 1, "BF16": 30}
 ALL = TYPES | HALVES
 CASES = ((1, 1), (3, 1), (7, 2), (40, 1), (40, 3))  # columns and threads
-REPACKED = ("Q4_0", "Q4_K")
+REPACKED = ("Q4_0", "Q4_K", "MXFP4")
 N_TOGETHER = 8
 N_FEWER = 33  # rows of a second matrix of each type
-_F32 = 0
+N_EXPERTS, N_USED = 4, 3
+N_ROUTED = 40 * N_USED  # columns, where those of a token have one for each expert
+_F32, _I32 = 0, 26
 _MEMORY = 64 << 20
 
 
@@ -46,8 +49,9 @@ _base, _cpu = _library("ggml-base"), _library("ggml-cpu")
 _base.ggml_init.argtypes = (_InitParams,)
 for _name in (
     "ggml_init",
-    "ggml_new_tensor_2d",
+    "ggml_new_tensor",
     "ggml_mul_mat",
+    "ggml_mul_mat_id",
     "ggml_new_graph",
     "ggml_get_data",
     "ggml_backend_reg_dev_get",
@@ -62,8 +66,8 @@ for _name in ("ggml_nbytes", "ggml_quantize_chunk"):
 
 
 def _tensor(context: Any, kind: int, shape: tuple[int, ...]) -> ctypes.c_void_p:
-    n_rows, n_elements = (ctypes.c_int64(n) for n in shape)
-    return ctypes.c_void_p(_base.ggml_new_tensor_2d(context, kind, n_elements, n_rows))
+    sizes = (ctypes.c_int64 * len(shape))(*reversed(shape))
+    return ctypes.c_void_p(_base.ggml_new_tensor(context, kind, len(shape), sizes))
 
 
 def _array(tensor: ctypes.c_void_p) -> npt.NDArray[np.uint8]:
@@ -92,7 +96,7 @@ def _repacking_buffers() -> ctypes.c_void_p | None:
     return None
 
 
-def _repacked(kind: int, rows: npt.NDArray[np.uint8], shape: tuple[int, int]) -> ctypes.c_void_p | None:
+def _repacked(kind: int, rows: npt.NDArray[np.uint8], shape: tuple[int, ...]) -> ctypes.c_void_p | None:
     """Return a tensor of these rows, which ggml repacks as it takes them, or None where it does not."""
     buffers = _repacking_buffers()
     if buffers is None:
@@ -127,6 +131,50 @@ def _multiply_all(
     return [_array(product).view(np.float32).copy() for product in products]
 
 
+def routes(n_tokens: int) -> npt.NDArray[np.int32]:
+    """Return the experts of each token, [n_tokens, N_USED]."""
+    random = np.random.default_rng(3)
+    return np.array([random.permutation(N_EXPERTS)[:N_USED] for _ in range(n_tokens)], np.int32)
+
+
+def _route(
+    context: Any, rows: ctypes.c_void_p, columns: npt.NDArray[np.float32], n_threads: int
+) -> npt.NDArray[np.float32]:
+    """Multiply columns [n_tokens, 1 or N_USED, n_elements] with the rows of the experts that they go to."""
+    experts = routes(len(columns))
+    some, ids = _tensor(context, _F32, columns.shape), _tensor(context, _I32, experts.shape)
+    _array(some)[:] = np.ascontiguousarray(columns).view(np.uint8).ravel()
+    _array(ids)[:] = experts.view(np.uint8).ravel()
+    graph = ctypes.c_void_p(_base.ggml_new_graph(context))
+    product = ctypes.c_void_p(_base.ggml_mul_mat_id(context, rows, some, ids))
+    _base.ggml_build_forward_expand(graph, product)
+    assert _cpu.ggml_graph_compute_with_ctx(context, graph, n_threads) == 0
+    return _array(product).view(np.float32).reshape(*experts.shape, -1).copy()
+
+
+def _route_all(
+    name: str, weights: npt.NDArray[np.float32], columns: npt.NDArray[np.float32]
+) -> dict[str, npt.NDArray[np.float32]]:
+    """Route columns to experts whose rows are the first ones of `weights`, one expert after the other."""
+    kind, out = TYPES[name], {}
+    n_rows = len(weights) // N_EXPERTS // N_TOGETHER * N_TOGETHER
+    some, shape = weights[: N_EXPERTS * n_rows], (N_EXPERTS, n_rows, weights.shape[1])
+    for n_tokens, n_threads in CASES:
+        for shared in (True, False):
+            n = n_tokens if shared else n_tokens * N_USED
+            given = columns[:n].reshape(n_tokens, -1, weights.shape[1])
+            context = ctypes.c_void_p(_base.ggml_init(_InitParams(_MEMORY, None, False)))
+            rows = _tensor(context, kind, shape)
+            _quantise(rows, kind, some)
+            case = f"{shared} {n_tokens} {n_threads}"
+            out[f"{name} routed {case}"] = _route(context, rows, given, n_threads)
+            repacked = _repacked(kind, _array(rows).copy(), shape) if name in REPACKED else None
+            if repacked:
+                out[f"{name} routed repacked {case}"] = _route(context, repacked, given, n_threads)
+            _base.ggml_free(context)
+    return out
+
+
 def main() -> None:
     given = np.load(sys.argv[1])
     weights, columns = given["weights"], given["columns"]
@@ -134,7 +182,9 @@ def main() -> None:
     n_whole = n_rows - n_rows % N_TOGETHER
     out: dict[str, npt.NDArray[Any]] = {}
     for name, kind in ALL.items():
-        for n_columns, n_threads in CASES:
+        if name in TYPES:
+            out |= _route_all(name, weights, columns)
+        for n_columns, n_threads in (*CASES, (N_ROUTED, 1)):
             context = ctypes.c_void_p(_base.ggml_init(_InitParams(_MEMORY, None, False)))
             rows = _tensor(context, kind, weights.shape)
             _quantise(rows, kind, weights)
