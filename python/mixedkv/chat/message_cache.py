@@ -15,6 +15,7 @@ from mixedkv.errors import UnsupportedModelError
 from mixedkv.ids import check_id, check_session_id, check_tenant, new_id
 from mixedkv.limits import INT32_MAX
 from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.llama_arguments import check_messages
 from mixedkv.start.lone import LoneSequence, PrefixReuse, Source, context_size
 from mixedkv.store import Identity, KVStore, Saved
 
@@ -355,14 +356,9 @@ class _Chunks:
 
 def _check_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the messages as templates know them, and their ids in order."""
-    if isinstance(messages, (str, bytes, Mapping)) or not messages:
-        raise ValueError("messages: give a list of at least one message")
+    check_messages(messages)
     plain, ids = [], []
     for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(f"messages[{i}]: give a dictionary with a role and a content")
-        if not isinstance(message.get("content"), (str, list, type(None))):
-            raise ValueError(f"messages[{i}].content: give a text")
         if message.get("message_id") is not None:
             ids.append(check_id(f"messages[{i}].message_id", message["message_id"]))
         plain.append({key: value for key, value in message.items() if key != "message_id"})
@@ -440,11 +436,11 @@ class ChatTurn(_llama_cpp.Completions):
         sampling: dict[str, Any],
     ) -> Generator[int, None, None]:
         llm = self._llm
-        sample = _llama_cpp.sampler(llm, **sampling)
+        _llama_cpp.begin_sampling(llm, **sampling)
         self._evaluate(list(tokens))
         first = True
         while True:
-            token = sample()
+            token = llm.sample()
             if not self.seconds_to_first_token:
                 self.seconds_to_first_token = time.perf_counter() - self._begin
             if stopping_criteria is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mixedkv.engine.constrain.constraint_text import Constraint
-from mixedkv.limits import RANGES
+from mixedkv.limits import RANGES, check_sampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,10 +66,8 @@ class Sampling:
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high) in RANGES.items():
-            value = getattr(self, name)
-            if not low <= value <= high:  # nor NaN
-                raise ValueError(f"{name}={value}: use {low} to {high}")
+        for name in RANGES:
+            check_sampling(name, getattr(self, name))
 
     @property
     def greedy(self) -> bool:

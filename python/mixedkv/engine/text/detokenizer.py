@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import codecs
-import ctypes
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import llama_cpp
+
+from mixedkv.native import llama_cpp as _llama_cpp
 
 
 class Detokenizer:
@@ -23,14 +24,14 @@ class Detokenizer:
     def __getitem__(self, token: int) -> bytes:
         piece = self._known.get(token)
         if piece is None:
-            piece = self._known[token] = self._look_up(token, special=False)
+            piece = self._known[token] = _llama_cpp.piece(self._vocab, token, special=False)
         return piece
 
     def name(self, token: int) -> bytes:
         """Return a token's text with control tokens written out, as logprobs show them."""
         piece = self._named.get(token)
         if piece is None:
-            piece = self._named[token] = self._look_up(token, special=True)
+            piece = self._named[token] = _llama_cpp.piece(self._vocab, token, special=True)
         return piece
 
     def is_end(self, token: int) -> bool:
@@ -41,15 +42,6 @@ class Detokenizer:
     def ends(self) -> list[int]:
         """The tokens that end an answer."""
         return [token for token in range(self.n_vocab) if self.is_end(token)]
-
-    def _look_up(self, token: int, special: bool) -> bytes:
-        size = 64
-        while True:
-            buffer = ctypes.create_string_buffer(size)
-            n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
-            if n >= 0:
-                return buffer.raw[:n]
-            size = -n
 
 
 def stop_strings(stop: str | Sequence[str]) -> list[str]:
