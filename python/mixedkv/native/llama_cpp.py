@@ -254,8 +254,8 @@ class SampledLlama(llama_cpp.Llama):
 
 
 class ModelTokenizer(LlamaTokenizer):
-    """Tokenizes as llama_cpp, whose text of a token ends after 32 bytes. A token that is none ends the process
-    there.
+    """Tokenizes as llama_cpp, which loses the text of a token of more than 32 bytes, and where one that is
+    none ends the process.
     """
 
     def __init__(self, llm: llama_cpp.Llama) -> None:
