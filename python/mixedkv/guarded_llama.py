@@ -17,7 +17,7 @@ from mixedkv.errors import ClosedError, ContextBusyError, StoppedError
 from mixedkv.kv.cache import KVCache
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.context_lock import present
-from mixedkv.native.llama_arguments import check_messages
+from mixedkv.native.llama_arguments import check_messages, checked_kinds
 from mixedkv.tokens import common_prefix
 
 _T = TypeVar("_T")
@@ -105,8 +105,9 @@ class GuardedLlama(_llama_cpp.SampledLlama):
 
     def create_chat_completion(self, messages: Any, *args: Any, **kwargs: Any) -> Any:
         check_messages(messages)
+        options = checked_kinds(kwargs)
         with self.busy.waiting():
-            return super().create_chat_completion(messages, *args, **kwargs)
+            return super().create_chat_completion(messages, *args, **options)
 
     def sample(self, *args: Any, idx: int | None = None, **kwargs: Any) -> Any:
         """Sample as the base class does, and raise what a logits processor raises.

@@ -4,7 +4,9 @@ place.
 
 from __future__ import annotations
 
+import math
 import operator
+from numbers import Real
 
 INT32_MAX = 2**31 - 1  # positions, tokens and counts are int32
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
@@ -55,6 +57,21 @@ def whole(name: str, value: object, low: int = -INT32_MAX, high: int = INT32_MAX
     if not low <= number <= high:
         raise ValueError(f"{name}={number}: use {f'{low} or more' if number < low else f'at most {high}'}")
     return number
+
+
+def real(name: str, value: object, low: float = -math.inf) -> float:
+    """Return a finite number of any type as a float.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it is less than `low`, infinite or NaN.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r}: use a number")
+    if not math.isfinite(value) or value < low:
+        least = f", {low:g} or more" if low > -math.inf else ""
+        raise ValueError(f"{name}={value}: use a finite number{least}")
+    return float(value)
 
 
 def check_sampling(name: str, value: float, said: str = "") -> None:

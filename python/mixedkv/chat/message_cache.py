@@ -13,9 +13,9 @@ from llama_cpp import llama_chat_format
 
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.ids import check_id, check_session_id, check_tenant, new_id
-from mixedkv.limits import INT32_MAX
+from mixedkv.limits import INT32_MAX, whole
 from mixedkv.native import llama_cpp as _llama_cpp
-from mixedkv.native.llama_arguments import check_messages
+from mixedkv.native.llama_arguments import check_messages, checked_kinds
 from mixedkv.start.lone import LoneSequence, PrefixReuse, Source, context_size
 from mixedkv.store import Identity, KVStore, Saved
 
@@ -182,7 +182,7 @@ class MessageCache:
         plain, ids = _check_messages(messages)
         new = new_id("msg") if message_id is None else check_id("message_id", message_id)
         sinks = None if options.get("logprobs") else self._sinks  # llama_cpp reads logits by position
-        return ChatStream(self, plain, ids, new, sinks, {**options, "stream": stream})
+        return ChatStream(self, plain, ids, new, sinks, {**checked_kinds(options), "stream": stream})
 
     def _save(self, identity: Identity) -> Saved:
         """Store what was computed. An error is noted, not raised, since the answer is there."""
@@ -368,9 +368,7 @@ def _check_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], 
 def _check_sinks(value: int | None, size: int) -> int | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"attention_sink_tokens={value!r}: use a whole number or None")
-    if not 0 <= value <= size // 2:
+    if whole("attention_sink_tokens", value, 0) > size // 2:
         raise ValueError(f"attention_sink_tokens={value}: use 0 to {size // 2}, half of the context at most")
     return value
 

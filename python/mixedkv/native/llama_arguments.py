@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Real
 from typing import Any
 
 import llama_cpp
 import numpy as np
 from llama_cpp.llama_grammar import LlamaGrammar
 
-from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, whole
+from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, real, whole
 from mixedkv.tokens import check_tokens
 
 _WHOLE = {
@@ -63,11 +61,7 @@ def check_numbers(given: Mapping[str, Any]) -> None:
         if whole(name, value, low, high) < 0 and name == "n_ctx":
             raise ValueError(f"n_ctx={value}: use 1 or more, or 0 for what the model was trained with")
     for name in (*_REAL, *_REAL_MORE):
-        value = given.get(name, 0.0)
-        if isinstance(value, bool) or not isinstance(value, Real):
-            raise TypeError(f"{name}={value!r}: use a number")
-        if not math.isfinite(value):
-            raise ValueError(f"{name}={value}: use a finite number")
+        real(name, given.get(name, 0.0))
 
 
 def check_sequences(n_seq_max: int, n_batch: int) -> int:
@@ -87,27 +81,49 @@ def completion_options(given: Mapping[str, Any], n_vocab: int) -> dict[str, Any]
     Raises:
         TypeError, ValueError: an argument is of a kind that it does not take; the message names it.
     """
-    options = dict(given)
+    options = checked_kinds(given)
     if not isinstance(prompt := options["prompt"], str):
         options["prompt"] = check_tokens("prompt", prompt, n_vocab)
-    if options.get("max_tokens") is not None:
-        options["max_tokens"] = whole("max_tokens", options["max_tokens"])
-    for name, kinds, wanted in (
-        ("suffix", str, "a text"),
-        ("stop", str | list | tuple, "a text or a list of texts"),
-        ("grammar", LlamaGrammar, "LlamaGrammar.from_string"),
-        ("logits_processor", list | tuple, "LogitsProcessorList([...])"),
-    ):
-        if options.get(name) is not None and not isinstance(options[name], kinds):
-            raise TypeError(f"{name}={options[name]!r}: use {wanted}")
-    if isinstance(stop := options.get("stop"), list | tuple):
-        if bad := [each for each in stop if not isinstance(each, str)]:
-            raise TypeError(f"stop: {bad[0]!r} is not a text")
-        options["stop"] = list(stop)
     if bias := options.pop("logit_bias", None):
         own = options.get("logits_processor") or ()
         options["logits_processor"] = llama_cpp.LogitsProcessorList([*own, _biased(bias, n_vocab)])
     return options
+
+
+def checked_kinds(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a completion or a chat, a list of `stop` as one.
+
+    Raises:
+        TypeError, ValueError: as `completion_options`.
+    """
+    options = dict(given)
+    if options.get("max_tokens") is not None:
+        options["max_tokens"] = whole("max_tokens", options["max_tokens"])
+    for name, kind, wanted in (
+        ("suffix", str, "a text"),
+        ("tools", list, "a list of tools"),
+        ("response_format", Mapping, "a dictionary with a type"),
+        ("grammar", LlamaGrammar, "LlamaGrammar.from_string"),
+        ("logits_processor", list, "LogitsProcessorList([...])"),
+    ):
+        if options.get(name) is not None and not isinstance(options[name], kind):
+            raise TypeError(f"{name}={options[name]!r:.80}: use {wanted}")
+    if not isinstance(options.get("stop"), str | None):
+        options["stop"] = texts("stop", options["stop"])
+    return options
+
+
+def texts(name: str, given: Any) -> list[str]:
+    """Return one text or several as a list.
+
+    Raises:
+        TypeError: they are of another kind.
+    """
+    if isinstance(given, str):
+        return [given]
+    if not isinstance(given, list | tuple) or not all(isinstance(each, str) for each in given):
+        raise TypeError(f"{name}={given!r:.80}: use a text or a list of texts")
+    return list(given)
 
 
 def _biased(bias: Mapping[Any, Any], n_vocab: int) -> Callable[[Any, Any], Any]:

@@ -388,6 +388,11 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda llm: llm.kv.set_window(group_size="a"), TypeError, "group_size='a': use a whole number"),
     (lambda llm: llm.kv.layer(0).k(0, None), TypeError, "p0=None: use a whole number"),
     (lambda llm: llm.create_chat_completion([{}]), ValueError, r"messages\[0\]: give a dictionary"),
+    (
+        lambda llm: llm.create_chat_completion([{"role": "user"}], stop=5),
+        TypeError,
+        "stop=5: use a text or a list of texts",
+    ),
     *(
         (lambda llm, options=options: llm("ab", **{"max_tokens": 2, **options}), error, message)
         for options, error, message in (
@@ -404,7 +409,7 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
             ({"mirostat_mode": 7}, ValueError, "mirostat_mode=7: use 0 to 2"),
             ({"seed": "x"}, TypeError, "seed='x': use a whole number"),
             ({"max_tokens": "x"}, TypeError, "max_tokens='x': use a whole number"),
-            ({"stop": [5]}, TypeError, "stop: 5 is not a text"),
+            ({"stop": [5]}, TypeError, r"stop=\[5\]: use a text"),
             ({"grammar": "x"}, TypeError, "grammar='x': use LlamaGrammar"),
         )
     ),

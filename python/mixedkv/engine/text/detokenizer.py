@@ -10,6 +10,7 @@ from typing import Any
 import llama_cpp
 
 from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.llama_arguments import texts
 
 
 class Detokenizer:
@@ -48,9 +49,10 @@ def stop_strings(stop: str | Sequence[str]) -> list[str]:
     """Return the stop strings as a list.
 
     Raises:
+        TypeError: it is neither a text nor texts.
         ValueError: a string is empty.
     """
-    given = [stop] if isinstance(stop, str) else list(stop)
+    given = texts("stop", stop)
     if not all(given):
         raise ValueError("stop: an empty string ends every answer at once: leave it out")
     return given
