@@ -8,32 +8,15 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.int32]
 
 
-def as_tokens(tokens: npt.ArrayLike) -> Tokens:
+def as_tokens(tokens: npt.ArrayLike, name: str = "tokens") -> Tokens:
     """Copy token ids to an array, int32 [n].
-
-    Raises:
-        ValueError: they are no flat list of whole numbers.
-    """
-    return _whole_numbers("tokens", tokens).astype(np.int32)
-
-
-def check_tokens(name: str, tokens: npt.ArrayLike, n_vocab: int) -> list[int]:
-    """Return token ids as a list.
 
     Args:
         name: what the caller names them.
 
     Raises:
-        ValueError: they are no flat list of whole numbers, or one is not of this vocabulary.
+        ValueError: they are no flat list of whole numbers.
     """
-    ids = _whole_numbers(name, tokens)
-    if (bad := ids[(ids < 0) | (ids >= n_vocab)]).size:
-        raise ValueError(f"{name}: token {bad[0]} is not one of this model's {n_vocab}")
-    listed: list[int] = ids.tolist()
-    return listed
-
-
-def _whole_numbers(name: str, tokens: npt.ArrayLike) -> npt.NDArray[np.integer]:
     try:
         ids = np.asarray(tokens)
     except ValueError:  # lists of several lengths
@@ -43,7 +26,20 @@ def _whole_numbers(name: str, tokens: npt.ArrayLike) -> npt.NDArray[np.integer]:
         return np.empty(0, np.int32)
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or ids.min() < limits.min or ids.max() > limits.max:
         raise ValueError(f"{name}={tokens!r:.80}: give a flat list of token ids")
-    return ids
+    return ids.astype(np.int32)
+
+
+def check_tokens(name: str, tokens: npt.ArrayLike, n_vocab: int) -> list[int]:
+    """Return token ids as a list.
+
+    Raises:
+        ValueError: as `as_tokens`, or one is not of this vocabulary.
+    """
+    ids = as_tokens(tokens, name)
+    if (bad := ids[(ids < 0) | (ids >= n_vocab)]).size:
+        raise ValueError(f"{name}: token {bad[0]} is not one of this model's {n_vocab}")
+    listed: list[int] = ids.tolist()
+    return listed
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:

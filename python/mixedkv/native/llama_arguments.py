@@ -13,7 +13,7 @@ import numpy as np
 from llama_cpp.llama_grammar import LlamaGrammar
 
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, real, whole
-from mixedkv.tokens import check_tokens
+from mixedkv.tokens import as_tokens, check_tokens
 
 _WHOLE = {
     **dict.fromkeys(("n_ctx", "n_threads", "n_threads_batch", "n_gpu_layers"), (-INT32_MAX, INT32_MAX)),
@@ -82,8 +82,8 @@ def completion_options(given: Mapping[str, Any], n_vocab: int) -> dict[str, Any]
         TypeError, ValueError: an argument is of a kind that it does not take; the message names it.
     """
     options = checked_kinds(given)
-    if not isinstance(prompt := options["prompt"], str):
-        options["prompt"] = check_tokens("prompt", prompt, n_vocab)
+    if not isinstance(prompt := options["prompt"], str):  # which an image may be part of: of no vocabulary
+        options["prompt"] = as_tokens(prompt, "prompt").tolist()
     if bias := options.pop("logit_bias", None):
         own = options.get("logits_processor") or ()
         options["logits_processor"] = llama_cpp.LogitsProcessorList([*own, _biased(bias, n_vocab)])

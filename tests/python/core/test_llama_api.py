@@ -105,6 +105,17 @@ def test_logits_processors(llm: Llama) -> None:
         assert answer["choices"][0]["text"] == "77777"
 
 
+def test_a_prompt_may_have_what_a_handler_of_images_evaluated(llm: Llama) -> None:
+    llm.reset()
+    llm.eval(llm.tokenize(TEXT.encode()))
+    text = llm.input_ids[: llm.n_tokens].tolist()
+    expected = llm(text, **CHAT)["choices"][0]["text"]
+    llm.reset()
+    llm.eval(text)
+    llm.input_ids[3] = 2**30  # what it leaves there
+    assert llm(llm.input_ids[: llm.n_tokens].tolist(), **CHAT)["choices"][0]["text"] == expected
+
+
 def test_the_text_of_a_long_token_is_whole(tmp_path: Path) -> None:
     """llama_cpp has room for 32 bytes."""
     path = zoo.write_vocabulary(tmp_path / "v.gguf", "llama", ["-" * 64])
