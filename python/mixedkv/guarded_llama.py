@@ -16,7 +16,8 @@ from mixedkv import _core
 from mixedkv.errors import ClosedError, ContextBusyError, StoppedError
 from mixedkv.kv.cache import KVCache
 from mixedkv.native import llama_cpp as _llama_cpp
-from mixedkv.native.context_lock import present, waiting
+from mixedkv.native.context_lock import present
+from mixedkv.native.llama_arguments import check_messages, checked_kinds
 from mixedkv.tokens import common_prefix
 
 _T = TypeVar("_T")
@@ -24,7 +25,7 @@ _T = TypeVar("_T")
 _SHORT_STEP = 8  # tokens: a step that ends sooner than a copy of recurrent states is worth
 
 
-class GuardedLlama(llama_cpp.Llama):
+class GuardedLlama(_llama_cpp.SampledLlama):
     """Lets several threads use a `Llama`. llama.cpp itself takes one thread at a time, and two end the
     process.
 
@@ -81,7 +82,12 @@ class GuardedLlama(llama_cpp.Llama):
     n_vocab = present(llama_cpp.Llama.n_vocab)
     tokenize = present(llama_cpp.Llama.tokenize)
     detokenize = present(llama_cpp.Llama.detokenize)
-    tokenizer = present(llama_cpp.Llama.tokenizer)
+
+    def tokenizer(self) -> llama_cpp.llama_tokenizer.LlamaTokenizer:
+        """Return the tokenizer of the model's file."""
+        with self.busy.present():
+            return _llama_cpp.ModelTokenizer(self)
+
     token_eos = present(llama_cpp.Llama.token_eos)
     token_bos = present(llama_cpp.Llama.token_bos)
     token_nl = present(llama_cpp.Llama.token_nl)
@@ -97,10 +103,14 @@ class GuardedLlama(llama_cpp.Llama):
 
     # --- one thread at a time ---
 
-    create_chat_completion = waiting(llama_cpp.Llama.create_chat_completion)
+    def create_chat_completion(self, messages: Any, *args: Any, **kwargs: Any) -> Any:
+        check_messages(messages)
+        options = checked_kinds(kwargs)
+        with self.busy.waiting():
+            return super().create_chat_completion(messages, *args, **options)
 
     def sample(self, *args: Any, idx: int | None = None, **kwargs: Any) -> Any:
-        """Sample as the base class does.
+        """Sample as the base class does, and raise what a logits processor raises.
 
         Raises:
             ValueError: there are no logits of this token: nothing was evaluated since a state was loaded, or
@@ -108,12 +118,16 @@ class GuardedLlama(llama_cpp.Llama):
         """
         with self.busy.waiting():
             last = -1 if idx is None else idx - self.n_tokens
-            if self.n_tokens and not llama_cpp.llama_get_logits_ith(self.ctx, last):
+            if not self.n_tokens:
+                raise ValueError("sample: no token was evaluated: give at least one first, as the prompt")
+            if not llama_cpp.llama_get_logits_ith(self.ctx, last):
                 raise ValueError(
                     f"sample: there are no logits of token {self.n_tokens + last}: evaluate it first, with "
                     f"logits_all=True if others follow it"
                 )
-            return super().sample(*args, **{**kwargs, "idx": idx})
+            token = super().sample(*args, **{**kwargs, "idx": idx})
+            self.processors.check()
+            return token
 
     def reset(self) -> None:
         with self._evaluating("reset"):
@@ -201,6 +215,8 @@ class GuardedLlama(llama_cpp.Llama):
         """
         self._refuse_lent("load_state")
         with self.busy.at_once("load_state"), self._evaluating("load_state"):
+            if not isinstance(state, llama_cpp.LlamaState):
+                raise TypeError(f"state={state!r}: use what save_state returned")
             self.kv.limit_exact(0)
             input_ids = self.input_ids
             try:

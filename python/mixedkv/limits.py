@@ -1,6 +1,12 @@
-"""Numbers that llama.cpp sets, and ranges of settings of sampling, each in this one place."""
+"""Numbers that llama.cpp sets, ranges of settings of sampling, and what is checked by them, each in this one
+place.
+"""
 
 from __future__ import annotations
+
+import math
+import operator
+from numbers import Real
 
 INT32_MAX = 2**31 - 1  # positions, tokens and counts are int32
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
@@ -9,7 +15,7 @@ CELLS = 256  # a context is a multiple of so many tokens
 
 RANGES: dict[str, tuple[float, float]] = {  # of settings of sampling: in Python, schemas, settings, options
     "temperature": (0, 100),
-    "top_k": (0, INT32_MAX),
+    "top_k": (-1, INT32_MAX),
     "top_p": (0, 1),
     "min_p": (0, 1),
     "typical_p": (0, 1),
@@ -32,6 +38,60 @@ RANGES: dict[str, tuple[float, float]] = {  # of settings of sampling: in Python
     "presence_penalty": (-2, 2),
     "seed": (0, 2**32 - 1),
 }
+WHOLE = {"top_k", "dry_allowed_length", "dry_penalty_last_n", "mirostat", "seed"}  # of these
+
+
+def whole(name: str, value: object, low: int = -INT32_MAX, high: int = INT32_MAX) -> int:
+    """Return a whole number of any type as an int.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it is less than `low` or more than `high`.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name}={value!r}: use a whole number") from None
+    if not low <= number <= high:
+        raise ValueError(f"{name}={number}: use {f'{low} or more' if number < low else f'at most {high}'}")
+    return number
+
+
+def real(name: str, value: object, low: float = -math.inf) -> float:
+    """Return a finite number of any type as a float.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it is less than `low`, infinite or NaN.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name}={value!r}: use a number")
+    if not math.isfinite(value) or value < low:
+        least = f", {low:g} or more" if low > -math.inf else ""
+        raise ValueError(f"{name}={value}: use a finite number{least}")
+    return float(value)
+
+
+def check_sampling(name: str, value: float, said: str = "") -> None:
+    """Check that a setting of sampling is within its range.
+
+    Args:
+        said: what the caller names it, where that is not its name here.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is out of its range, or NaN.
+    """
+    low, high = RANGES[name]
+    try:
+        good = low <= (operator.index(value) if name in WHOLE else value) <= high  # type: ignore[arg-type]
+    except TypeError:
+        kind = "a whole number" if name in WHOLE else "a number"
+        raise TypeError(f"{said or name}={value!r}: use {kind} from {low} to {high}") from None
+    if not good:  # nor NaN
+        raise ValueError(f"{said or name}={value}: use {low} to {high}")
 
 
 def padded(n_ctx: int) -> int:

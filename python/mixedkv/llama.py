@@ -12,6 +12,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, overload
 
 import llama_cpp
+from llama_cpp.llama_tokenizer import LlamaTokenizer
 
 from mixedkv import _core
 from mixedkv.config import KVSetting, MixedKVConfig
@@ -19,6 +20,7 @@ from mixedkv.config.mixed import ggml_type, type_block
 from mixedkv.context_choice import ContextChoice, choose_context, choose_setting
 from mixedkv.errors import (
     ClosedError,
+    ContextLengthError,
     EngineError,
     InvalidModelFileError,
     MissingRowsError,
@@ -28,7 +30,7 @@ from mixedkv.errors import (
 )
 from mixedkv.guarded_llama import GuardedLlama
 from mixedkv.kv.cache import KVCache
-from mixedkv.limits import padded
+from mixedkv.limits import MAX_SEQUENCES, MAX_SNAPSHOTS, padded, whole
 from mixedkv.model.fit import Beside, Fit
 from mixedkv.model.footprint import model_shape
 from mixedkv.model.gguf_file import ModelFile, file_stamp, n_layers, n_mtp_layers, read_model_file
@@ -40,14 +42,14 @@ from mixedkv.native.llama_arguments import (
     check_names,
     check_numbers,
     check_sequences,
-    check_snapshots,
-    check_windows,
+    completion_options,
 )
 from mixedkv.native.templates import readable
 from mixedkv.prompts import long_text
 from mixedkv.sizes import format_bytes
 from mixedkv.streaming.layer_choice import Asked
 from mixedkv.streaming.streaming import Mode, Streaming, plan_streaming
+from mixedkv.tokens import check_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -151,7 +153,7 @@ class Llama(GuardedLlama):
         setting = choose_setting(kv, type_k, type_v, embedding)
         self._n_seq_max = check_sequences(n_seq_max, kwargs.get("n_batch", 512))
         self._kv_unified = bool(kv_unified)
-        self._n_rs_seq, self._load_mtp = check_snapshots(n_rs_seq), bool(load_mtp)
+        self._n_rs_seq, self._load_mtp = whole("n_rs_seq", n_rs_seq, 0, MAX_SNAPSHOTS), bool(load_mtp)
         path = os.fsdecode(model_path)
         if is_name(path):
             path = str(find_model(path))
@@ -164,7 +166,7 @@ class Llama(GuardedLlama):
             n_ctx=n_ctx,
             n_seq_max=self._n_seq_max,
             kv_unified=self._kv_unified,
-            n_windows=check_windows(n_windows),
+            n_windows=whole("n_windows", n_windows, 0, MAX_SEQUENCES),
             flash_attn=flash_attn,
             takes_all=bool(
                 embedding or kwargs.get("vocab_only") or stream_layers is not None or memory is not None
@@ -202,6 +204,9 @@ class Llama(GuardedLlama):
             _core.limit_sliding(self._n_windows)
             if native is not None:  # the context that super().__init__ makes on this thread takes it
                 _core.configure_next(native)
+            if "n_batch" in kwargs:  # llama_cpp has room for logits of as many tokens
+                most = _cells(int(choice.n_ctx) or int(file.get("context_length", 0)), n_streams)
+                kwargs["n_batch"] = min(kwargs["n_batch"], most or kwargs["n_batch"])
             with assertions, _llama_cpp.weights_of(weights):
                 super().__init__(
                     path,
@@ -212,6 +217,8 @@ class Llama(GuardedLlama):
                     embedding=embedding,
                     **kwargs,
                 )
+            if type(self.tokenizer_) is LlamaTokenizer:
+                self.tokenizer_ = _llama_cpp.ModelTokenizer(self)
             self._check_adapter()
             self._check_bytes(file)
             if n_rs_seq and not self._kv.can_cut and not _llama_cpp.n_rollback(self):
@@ -278,6 +285,8 @@ class Llama(GuardedLlama):
             ValueError: no stack is deep enough: for some vocabularies, lines of more than 262,144 characters.
             UnsupportedModelError: the model has no vocabulary.
         """
+        if not isinstance(text, bytes):
+            raise TypeError(f"text={text!r:.80}: use bytes, as text.encode() gives them")
         with self.busy.present():
             if not _llama_cpp.has_vocabulary(self):
                 raise UnsupportedModelError(NO_VOCABULARY)
@@ -293,13 +302,18 @@ class Llama(GuardedLlama):
         Raises:
             ModelReadError: layers are streamed, and the file cannot be read any more.
             MissingRowsError: the tokens would read rows that layers no longer have.
+            ContextLengthError: the context has no room for them.
+            UnsupportedModelError: it has no memory: vocab_only=True, or a model that only embeds.
+            ValueError: a token is not of this model.
             RuntimeError: llama_decode failed.
             ContextBusyError: an engine uses this `Llama`.
             StoppedError: `interrupt` was called.
             ClosedError: the `Llama` is closed, maybe meanwhile.
             KeyboardInterrupt: Ctrl-C. Exceptions from handlers of other signals end it at once, too.
         """
+        tokens = check_tokens("tokens", tokens, self.n_vocab())
         with self._evaluating("eval"):
+            self._check_room(len(tokens))
             size = self.n_batch
             if self.draft_model is None or self._has_states:  # drafts need the logits of one llama_decode
                 size = min(size, llama_cpp.llama_n_ubatch(_llama_cpp.context(self)))
@@ -309,6 +323,23 @@ class Llama(GuardedLlama):
                 self._watch(len(part))
                 with self._kv.step(part):
                     super().eval(part)
+
+    def _check_room(self, n: int) -> None:
+        most = len(self.input_ids)
+        if not _llama_cpp.is_recurrent(self):
+            most = min(most, llama_cpp.llama_n_ctx_seq(self.ctx))
+        if not llama_cpp.llama_get_memory(self.ctx):
+            raise UnsupportedModelError(
+                "this context has no memory to evaluate tokens with: load the model without vocab_only=True, "
+                "or, if it reads a text at once, use embed"
+            )
+        if self.n_tokens + n > most:
+            raise ContextLengthError(
+                f"{n} tokens behind {self.n_tokens} are more than the {most} that a sequence of this context "
+                f"has room for: raise n_ctx, or evaluate fewer tokens",
+                self.n_tokens + n,
+                most,
+            )
 
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Any:
         """Generate tokens as the base class does, at most as many as the completion may have."""
@@ -367,11 +398,12 @@ class Llama(GuardedLlama):
         """Complete as the base class does, except that it exceeds max_tokens by at most 3 tokens to complete
         a character, where the base class has no limit.
         """
-        given = _COMPLETION.bind(self, prompt, suffix, max_tokens, *args, **kwargs)
-        if max_tokens and max_tokens > 0:
-            own = given.arguments.get("stopping_criteria")
-            given.arguments["stopping_criteria"] = _Limited(max_tokens + 3, own)
-        return super().create_completion(*given.args[1:], **given.kwargs)
+        given = _COMPLETION.bind(self, prompt, suffix, max_tokens, *args, **kwargs).arguments
+        del given["self"]
+        options = completion_options(given, self.n_vocab())
+        if (most := options["max_tokens"]) and most > 0:
+            options["stopping_criteria"] = _Limited(most + 3, options.get("stopping_criteria"))
+        return super().create_completion(**options)
 
     def decode_error(self, code: int) -> Exception:
         """Return the error for a code of llama_decode other than 0, after one that this context returned."""
@@ -467,6 +499,8 @@ class Llama(GuardedLlama):
     def _check_weights(self, weights: Llama | None, path: str, options: dict[str, Any]) -> None:
         if weights is None:
             return
+        if not isinstance(weights, Llama):
+            raise TypeError(f"weights={weights!r}: use a Llama of the same file")
         same = (weights.model_path, weights._model_stamp) == (path, self._model_stamp)
         if not same or weights.kv_overrides != options.get("kv_overrides"):
             raise ValueError(f"weights: this is a Llama of {weights.model_path}, not of {path} as it is now")

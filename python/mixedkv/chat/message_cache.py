@@ -13,8 +13,9 @@ from llama_cpp import llama_chat_format
 
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.ids import check_id, check_session_id, check_tenant, new_id
-from mixedkv.limits import INT32_MAX
+from mixedkv.limits import INT32_MAX, whole
 from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.llama_arguments import check_messages, checked_kinds
 from mixedkv.start.lone import LoneSequence, PrefixReuse, Source, context_size
 from mixedkv.store import Identity, KVStore, Saved
 
@@ -181,7 +182,7 @@ class MessageCache:
         plain, ids = _check_messages(messages)
         new = new_id("msg") if message_id is None else check_id("message_id", message_id)
         sinks = None if options.get("logprobs") else self._sinks  # llama_cpp reads logits by position
-        return ChatStream(self, plain, ids, new, sinks, {**options, "stream": stream})
+        return ChatStream(self, plain, ids, new, sinks, {**checked_kinds(options), "stream": stream})
 
     def _save(self, identity: Identity) -> Saved:
         """Store what was computed. An error is noted, not raised, since the answer is there."""
@@ -355,14 +356,9 @@ class _Chunks:
 
 def _check_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the messages as templates know them, and their ids in order."""
-    if isinstance(messages, (str, bytes, Mapping)) or not messages:
-        raise ValueError("messages: give a list of at least one message")
+    check_messages(messages)
     plain, ids = [], []
     for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(f"messages[{i}]: give a dictionary with a role and a content")
-        if not isinstance(message.get("content"), (str, list, type(None))):
-            raise ValueError(f"messages[{i}].content: give a text")
         if message.get("message_id") is not None:
             ids.append(check_id(f"messages[{i}].message_id", message["message_id"]))
         plain.append({key: value for key, value in message.items() if key != "message_id"})
@@ -372,9 +368,7 @@ def _check_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], 
 def _check_sinks(value: int | None, size: int) -> int | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"attention_sink_tokens={value!r}: use a whole number or None")
-    if not 0 <= value <= size // 2:
+    if whole("attention_sink_tokens", value, 0) > size // 2:
         raise ValueError(f"attention_sink_tokens={value}: use 0 to {size // 2}, half of the context at most")
     return value
 
@@ -440,11 +434,11 @@ class ChatTurn(_llama_cpp.Completions):
         sampling: dict[str, Any],
     ) -> Generator[int, None, None]:
         llm = self._llm
-        sample = _llama_cpp.sampler(llm, **sampling)
+        _llama_cpp.begin_sampling(llm, **sampling)
         self._evaluate(list(tokens))
         first = True
         while True:
-            token = sample()
+            token = llm.sample()
             if not self.seconds_to_first_token:
                 self.seconds_to_first_token = time.perf_counter() - self._begin
             if stopping_criteria is not None:

@@ -12,6 +12,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
+from mixedkv.limits import real
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.tokens import Tokens
@@ -94,7 +95,7 @@ class Gate:
     """
 
     def __init__(self, max_kld: float, check: float, seed: int | None = None) -> None:
-        if not 0 < max_kld < float("inf"):
+        if not real("max_kld", max_kld) > 0:
             raise ValueError(f"max_kld={max_kld}: use a positive number of nats")
         if not 0 <= check <= 1:
             raise ValueError(f"check={check}: use a share from 0 to 1")

@@ -17,6 +17,7 @@ from mixedkv.engine.schedule.fair_queue import Limits
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.errors import ClosedError, QueueFullError
+from mixedkv.limits import whole
 
 _T = TypeVar("_T")
 
@@ -175,7 +176,8 @@ class QueueRoom:
         max_queue: int,
         coming: Callable[[], Iterable[Progress]],
     ) -> None:
-        self._scheduler, self._limits, self.max_queue = scheduler, limits, max_queue
+        self._scheduler, self._limits = scheduler, limits
+        self.max_queue = whole("max_queue", max_queue, 0)
         self._coming = coming
         self._preparing: Counter[str] = Counter()
 

@@ -18,6 +18,7 @@ from mixedkv.kv.stats import KVStats, LayerStats, SequenceStats
 from mixedkv.limits import INT32_MAX
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.context_lock import exclusive, present
+from mixedkv.tokens import as_tokens
 
 
 class KVCache(Evaluating):
@@ -86,7 +87,7 @@ class KVCache(Evaluating):
         groups = self._rows_out(seq, p0, end, last)
         if tokens is None:
             tokens = self._known_tokens(seq, p0, end)
-        ids = np.array(tokens, np.int32)
+        ids = as_tokens(tokens)
         if ids.shape != (end - p0,):
             raise ValueError(f"tokens has the shape {ids.shape}: give the {end - p0} at [{p0}, {end})")
         point = self.checkpoint(seq) if end == last and not self.can_cut else None

@@ -12,13 +12,14 @@ import numpy.typing as npt
 
 from mixedkv import _core
 from mixedkv.config import KVSetting, MixedKVConfig
-from mixedkv.errors import MissingRowsError
+from mixedkv.errors import ContextLengthError, MissingRowsError
 from mixedkv.kv.rows import DOUBTED, Truth
 from mixedkv.kv.sequence_state import SequenceState
 from mixedkv.limits import INT32_MAX
 from mixedkv.native import llama_cpp as _llama_cpp
-from mixedkv.native.batch import decode
+from mixedkv.native.batch import NO_CELLS, decode
 from mixedkv.native.context_lock import exclusive
+from mixedkv.tokens import as_tokens, check_tokens
 
 
 class Evaluating(SequenceState):
@@ -81,6 +82,11 @@ class Evaluating(SequenceState):
                 self._check()
                 if reason := self.refused():
                     raise MissingRowsError(reason) from error
+                if str(error).endswith(f"returned {NO_CELLS}"):
+                    raise ContextLengthError(
+                        f"no room for {len(tokens)} tokens behind {n}: other sequences have the rest of the "
+                        f"context: remove some (kv.remove), or raise n_ctx"
+                    ) from error
                 raise
             except BaseException:
                 if not is_at_end or self._end() != end:
@@ -153,7 +159,8 @@ class Evaluating(SequenceState):
             UnsupportedModelError: the model keeps more than rows of tokens (recurrent layers).
             ModelReadError, KeyboardInterrupt: as `step`; the sequence then lacks all of the positions.
         """
-        ids, at = np.ascontiguousarray(tokens, np.int32), np.ascontiguousarray(positions, np.int32)
+        ids = np.array(check_tokens("tokens", tokens, self._llama.n_vocab()), np.int32)
+        at = np.ascontiguousarray(positions, np.int32)
         if ids.ndim != 1 or ids.shape != at.shape:
             raise ValueError(
                 f"positions has the shape {at.shape}: give one for each of the tokens {ids.shape}"
@@ -187,7 +194,7 @@ class Evaluating(SequenceState):
         Args:
             tokens: ids of its tokens from position `p0` on: rows of others do not count.
         """
-        ids = np.asarray(tokens, np.int32)
+        ids = as_tokens(tokens)
         return 0 if self._is_doubted(seq) else _core.count_computed(self._address, seq, p0, ids)
 
     @exclusive
@@ -197,7 +204,7 @@ class Evaluating(SequenceState):
         Args:
             tokens: their ids, [n]; rows of others, and those that are not there, are doubted.
         """
-        known = _core.get_truth(self._address, seq, p0, np.asarray(tokens, np.int32))
+        known = _core.get_truth(self._address, seq, p0, as_tokens(tokens))
         return np.full_like(known, DOUBTED) if self._is_doubted(seq) else known
 
     def _is_doubted(self, seq: int) -> bool:
@@ -224,7 +231,7 @@ class Evaluating(SequenceState):
         Raises:
             ValueError: the sequence has another length.
         """
-        ids = np.asarray(tokens, np.intc)
+        ids = as_tokens(tokens)
         if self.positions(0) != (0, len(ids) - 1):
             raise ValueError(f"tokens: {len(ids)} do not describe positions {self.positions(0)}")
         self._llama.input_ids[: len(ids)] = ids

@@ -5,20 +5,26 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import llama_cpp
 from llama_cpp import _internals, _logger
+from llama_cpp.llama_tokenizer import LlamaTokenizer
 
 from mixedkv import _core
 from mixedkv.errors import CLOSED, ClosedError
+from mixedkv.limits import RANGES, check_sampling, whole
+from mixedkv.native.llama_arguments import completion_options
+from mixedkv.tokens import check_tokens
 
 # llama_cpp's own is a Python function: the handler of a signal may run in it, and what that raises is lost
 _log, no_log = (llama_cpp.llama_log_callback(address) for address in _core.log_functions())
 
+_NAMES = {"temp": "temperature", "mirostat_mode": "mirostat"}  # those of `RANGES`
 _making = threading.Lock()  # a Llama on another one's weights
 
 
@@ -204,13 +210,81 @@ def free_sampler(llm: llama_cpp.Llama) -> None:
         before.close()
 
 
-def sampler(llm: llama_cpp.Llama, **sampling: Any) -> Callable[[], int]:
-    """Return a sampler that chooses the next token from the latest logits, as `llama_cpp.Llama.generate`
-    does.
+def begin_sampling(llm: llama_cpp.Llama, **sampling: Any) -> None:
+    """Have `Llama.sample` choose tokens with these settings from now on."""
+    llm._sampler = llm._init_sampler(**sampling)
+
+
+class Processors:
+    """Calls an answer's logits processors, as a callback of llama.cpp: Python would print what they raise,
+    and the answer would go on without them. `check` raises it.
     """
-    chain = llm._init_sampler(**sampling)
-    llm._sampler = chain  # where the base class looks for it
-    return lambda: int(chain.sample(llm._ctx, -1))
+
+    def __init__(self, processors: Iterable[Callable[[Any, Any], Any]]) -> None:
+        self._processors = list(processors)
+        self._error: BaseException | None = None
+
+    def __call__(self, tokens: Any, scores: Any) -> Any:
+        try:
+            for processor in self._processors if self._error is None else ():
+                scores[:] = processor(tokens, scores)
+        except BaseException as error:
+            self._error = error
+        return scores
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class SampledLlama(llama_cpp.Llama):
+    """Makes samplers of settings that are within `RANGES`, and of processors that may raise."""
+
+    processors: Processors
+
+    def _init_sampler(self, **sampling: Any) -> Any:  # type: ignore[override]
+        for name, value in sampling.items():
+            if (known := _NAMES.get(name, name)) in RANGES:
+                check_sampling(known, value, "temperature" if name == "temp" else name)
+        whole("seed", self._seed, -sys.maxsize, sys.maxsize)  # llama.cpp's is this modulo 2**32
+        given = sampling.pop("logits_processor", None) or ()
+        self.processors = Processors(given)
+        wrapped = llama_cpp.LogitsProcessorList([self.processors]) if given else None
+        return super()._init_sampler(**sampling, logits_processor=wrapped)
+
+
+class ModelTokenizer(LlamaTokenizer):
+    """Tokenizes as llama_cpp, which loses the text of a token of more than 32 bytes, and where one that is
+    none ends the process.
+    """
+
+    def __init__(self, llm: llama_cpp.Llama) -> None:
+        super().__init__(llm)
+        self._vocab = vocab(llm)
+
+    def detokenize(
+        self, tokens: Sequence[int], prev_tokens: Sequence[int] | None = None, special: bool = False
+    ) -> bytes:
+        """Return the text of tokens.
+
+        Raises:
+            ValueError: one is not of this vocabulary.
+        """
+        ids = check_tokens("tokens", tokens, llama_cpp.llama_vocab_n_tokens(self._vocab))
+        text = b"".join(piece(self._vocab, token, special) for token in ids)
+        begins = bool(ids) and ids[0] == llama_cpp.llama_vocab_bos(self._vocab)
+        return text.removeprefix(b" ") if begins else text  # the space of Llama 1
+
+
+def piece(vocab: Any, token: int, special: bool) -> bytes:
+    """Return the bytes of a token; with `special` control tokens are written out."""
+    size = 64
+    while True:
+        buffer = ctypes.create_string_buffer(size)
+        n = llama_cpp.llama_token_to_piece(vocab, token, buffer, size, 0, special)
+        if n >= 0:
+            return buffer.raw[:n]
+        size = -n
 
 
 class Completions:
@@ -230,7 +304,7 @@ class Completions:
         return getattr(self._llm, name)
 
     def create_completion(self, prompt: Any, **options: Any) -> Any:
-        return self._completion(prompt, **options)
+        return self._completion(**completion_options({"prompt": prompt, **options}, self._llm.n_vocab()))
 
     @property
     def _n_ctx(self) -> int:

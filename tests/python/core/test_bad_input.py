@@ -8,7 +8,7 @@ import math
 import os
 import struct
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from mixedkv import Llama, MixedKVConfig, _core
 from mixedkv.bundled import model_path
-from mixedkv.errors import InvalidModelFileError, UnsupportedModelError
+from mixedkv.errors import ContextLengthError, InvalidModelFileError, UnsupportedModelError
 from mixedkv.model.gguf_copy import write_and_close
 from mixedkv.model.gguf_file import read_model_file
 from support import zoo
@@ -349,6 +349,96 @@ def test_the_remedy_works(zoo_path: Callable[[str], Path]) -> None:
         pytest.raises(LookupError, match="no KV cache"),
     ):
         llm.kv.stats()
+
+
+# --- calls ---
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[Llama]:
+    with Llama(model_path(), **TINY) as llm:
+        yield llm
+
+
+Call = Callable[[Llama], object]
+N_VOCAB = r"is not one of this model's \d+"
+CALLS: list[tuple[Call, type[Exception], str]] = [
+    *(
+        (lambda llm, call=call, tokens=tokens: call(llm, tokens), ValueError, message)
+        for tokens, message in (
+            ([-1], f"token -1 {N_VOCAB}"),
+            ([5, 10**6], f"token 1000000 {N_VOCAB}"),
+            ([2**40], r"=\[1099511627776\]: give a flat list of token ids"),
+            (["a"], r"=\['a'\]: give a flat list"),
+            ([1.5], r"=\[1.5\]: give a flat list"),
+            ([[1], [2, 3]], r"=\[\[1\], \[2, 3\]\]: give a flat list"),
+            (None, "=None: give a flat list"),
+        )
+        for call in (Llama.eval, Llama.__call__, Llama.detokenize, lambda llm, ids: llm.kv.fill(ids, [0]))
+    ),
+    (lambda llm: llm.eval([5] * 300), ContextLengthError, "300 tokens behind 0 are more than the 256"),
+    (lambda llm: llm([]), ValueError, "no token was evaluated"),
+    (lambda llm: llm.tokenize("a"), TypeError, "text='a': use bytes"),  # type: ignore[arg-type]
+    (lambda llm: llm.load_state(None), TypeError, "state=None: use what save_state"),  # type: ignore[arg-type]
+    (lambda llm: llm.kv.export(0, 10**12), ValueError, "p0=1000000000000: use at most 2147483647"),
+    (lambda llm: llm.kv.export("a"), TypeError, "seq='a': use a whole number"),
+    (lambda llm: llm.kv.remove(p0=1.5), TypeError, "p0=1.5: use a whole number"),
+    (lambda llm: llm.kv.load(None), TypeError, "block=None: use a KVBlock"),
+    (lambda llm: llm.kv.resume(None, 1, 0, 0), TypeError, "point=None: use a Checkpoint"),
+    (lambda llm: llm.kv.set_window(group_size="a"), TypeError, "group_size='a': use a whole number"),
+    (lambda llm: llm.kv.layer(0).k(0, None), TypeError, "p0=None: use a whole number"),
+    (lambda llm: llm.create_chat_completion([{}]), ValueError, r"messages\[0\]: give a dictionary"),
+    (
+        lambda llm: llm.create_chat_completion([{"role": "user"}], stop=5),
+        TypeError,
+        "stop=5: use a text or a list of texts",
+    ),
+    *(
+        (lambda llm, options=options: llm("ab", **{"max_tokens": 2, **options}), error, message)
+        for options, error, message in (
+            ({"logit_bias": {10**6: 1}}, ValueError, f"logit_bias: token 1000000 {N_VOCAB}"),
+            ({"logit_bias": {-1: 1}}, ValueError, f"logit_bias: token -1 {N_VOCAB}"),
+            ({"logit_bias": {5: math.nan}}, ValueError, "logit_bias: nan"),
+            ({"logit_bias": {"a": 1}}, TypeError, r"logit_bias=\{'a': 1\}: use a dictionary"),
+            ({"logits_processor": [lambda ids, scores: 1 / 0]}, ZeroDivisionError, "division"),
+            ({"temperature": math.nan}, ValueError, "temperature=nan: use 0 to 100"),
+            ({"temperature": None}, TypeError, "temperature=None: use a number from 0 to 100"),
+            ({"top_p": 9}, ValueError, "top_p=9: use 0 to 1"),
+            ({"top_k": 1.5}, TypeError, "top_k=1.5: use a whole number from -1"),
+            ({"repeat_penalty": -1}, ValueError, "repeat_penalty=-1: use 0.01 to 100"),
+            ({"mirostat_mode": 7}, ValueError, "mirostat_mode=7: use 0 to 2"),
+            ({"seed": "x"}, TypeError, "seed='x': use a whole number"),
+            ({"max_tokens": "x"}, TypeError, "max_tokens='x': use a whole number"),
+            ({"stop": [5]}, TypeError, r"stop=\[5\]: use a text"),
+            ({"grammar": "x"}, TypeError, "grammar='x': use LlamaGrammar"),
+        )
+    ),
+    (lambda llm: next(llm.generate([1], temp=-1)), ValueError, "temperature=-1: use 0 to 100"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "message"), CALLS)
+def test_a_bad_argument_is_named(llm: Llama, call: Call, error: type[Exception], message: str) -> None:
+    llm.reset()
+    with pytest.raises(error, match=message):
+        call(llm)
+
+
+def test_a_context_without_room_says_who_has_it() -> None:
+    with Llama(model_path(), n_seq_max=2, kv_unified=True, **TINY) as llm:
+        llm.eval([5] * 200)
+        llm.kv.copy(0, 1)
+        llm.reset()
+        with pytest.raises(ContextLengthError, match="no room for 100 tokens behind 0: other sequences"):
+            llm.eval([6] * 100)
+
+
+def test_a_model_without_a_memory_says_so() -> None:
+    with (
+        Llama(model_path(), vocab_only=True, **TINY) as llm,
+        pytest.raises(UnsupportedModelError, match="vocab_only"),
+    ):
+        llm("ab")
 
 
 # --- nothing is left behind ---

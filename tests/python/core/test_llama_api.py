@@ -19,6 +19,7 @@ from mixedkv import Llama, MixedKVConfig
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine.constrain.constraint import constrain
+from support import zoo
 
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
 
@@ -99,8 +100,28 @@ def test_logits_processors(llm: Llama) -> None:
         return out
 
     processors = llama_cpp.LogitsProcessorList([only_sevens])
-    text = llm(TEXT, logits_processor=processors, temperature=0.0, max_tokens=5)["choices"][0]["text"]
-    assert text == "77777"
+    for bias in (None, {wanted: 1.0}):  # llama_cpp would use neither
+        answer = llm(TEXT, logits_processor=processors, logit_bias=bias, temperature=0.0, max_tokens=5)
+        assert answer["choices"][0]["text"] == "77777"
+
+
+def test_a_prompt_may_have_what_a_handler_of_images_evaluated(llm: Llama) -> None:
+    llm.reset()
+    llm.eval(llm.tokenize(TEXT.encode()))
+    text = llm.input_ids[: llm.n_tokens].tolist()
+    expected = llm(text, **CHAT)["choices"][0]["text"]
+    llm.reset()
+    llm.eval(text)
+    llm.input_ids[3] = 2**30  # what it leaves there
+    assert llm(llm.input_ids[: llm.n_tokens].tolist(), **CHAT)["choices"][0]["text"] == expected
+
+
+def test_the_text_of_a_long_token_is_whole(tmp_path: Path) -> None:
+    """llama_cpp has room for 32 bytes."""
+    path = zoo.write_vocabulary(tmp_path / "v.gguf", "llama", ["-" * 64])
+    with Llama(path, vocab_only=True, verbose=False) as llm:
+        for detokenize in (llm.detokenize, llm.tokenizer().detokenize):
+            assert detokenize([0, 0]) == b"-" * 128
 
 
 def test_stopping_criteria_and_stop_strings(llm: Llama) -> None:

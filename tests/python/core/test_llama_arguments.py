@@ -63,7 +63,7 @@ def test_a_number_beyond_llama_cpps_is_refused(name: str) -> None:
     ("value", "error"), [("x", TypeError), (True, TypeError), (-1, ValueError), (257, ValueError)]
 )
 def test_windows_are_a_number_of_sequences(value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"n_windows={value!r}: use a "):
+    with pytest.raises(error, match=f"n_windows={value!r}: use "):
         Llama(model_path(), n_windows=value, **TINY)
 
 
@@ -88,6 +88,11 @@ def test_a_context_that_is_rounded_up_holds_what_it_says(
         assert llm.input_ids[: llm.n_tokens].tolist() == tokens
 
 
+def test_a_batch_is_no_longer_than_the_context() -> None:
+    with Llama(model_path(), n_batch=10**9, **TINY) as llm:
+        assert llm.n_batch == len(llm.scores) == 256
+
+
 def test_numbers_of_numpy_are_taken() -> None:
     with Llama(model_path(), n_ctx=np.int64(256), n_batch=np.int32(64), verbose=False) as llm:
         assert llm.n_ctx() == 256
@@ -100,9 +105,11 @@ def test_numbers_of_numpy_are_taken() -> None:
         ({"n_batch": 2, "n_seq_max": 16, "kv_unified": True}, "n_batch=2 is less than n_seq_max=16"),
         ({"n_batch": 0}, "n_batch=0: use 1 or more"),
         ({"n_ctx": -1}, "n_ctx=-1: use 1 or more"),
+        ({"attention_type": 9}, "attention_type=9: use at most 1"),
+        ({"rope_freq_base": float("nan")}, "rope_freq_base=nan: use a finite number"),
     ],
 )
-def test_a_batch_has_room_for_each_sequence(options: dict[str, Any], message: str) -> None:
+def test_numbers_out_of_range_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Llama(model_path(), **{**TINY, **options})
 

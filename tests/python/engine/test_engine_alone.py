@@ -140,8 +140,13 @@ def test_bad_prompts(engine: Engine) -> None:
         engine.submit([5] * 5000)
     with pytest.raises(ValueError, match="token 900000 is not one"):
         engine.submit([900_000])
-    for name, value in {"temperature": float("nan"), "top_p": -0.5, "repeat_penalty": 0, "seed": -1}.items():
-        with pytest.raises(ValueError, match=f"{name}={value}: use"):
+    bad: dict[str, Any] = {"temperature": float("nan"), "top_p": -0.5, "repeat_penalty": 0, "seed": -1}
+    bad |= {"max_tokens": -1, "n_logprobs": -1, "logit_bias": {5: 1}, "speculation": "guess"}
+    for name, value in bad.items():
+        with pytest.raises(ValueError, match=f"{name}={value!r}: use"):
+            engine.submit("x", **{name: value})
+    for name, value in {"max_tokens": 1.5, "top_k": "x", "stop": 5}.items():
+        with pytest.raises(TypeError, match=f"{name}={value!r}: use"):
             engine.submit("x", **{name: value})
     with pytest.raises(TypeError, match="heat"):
         engine.submit("x", heat=3)
@@ -152,6 +157,12 @@ def test_a_llama_that_cannot_batch_is_refused() -> None:
         Engine(llm)
     with open_llama(n_seq_max=8, kv_unified=False) as llm, pytest.raises(ValueError, match="kv_unified"):
         Engine(llm)
+
+
+@pytest.mark.parametrize(("name", "value"), [("slowdown", 0.5), ("max_queue", -1), ("speculation", "guess")])
+def test_settings_out_of_range_are_refused(llm: Llama, name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value!r}: use"):
+        Engine(llm, **{name: value})
 
 
 def test_closing_leaves_the_llama(llm: Llama) -> None:
@@ -305,8 +316,6 @@ def test_one_stop_string_is_one(engine: Engine) -> None:
     assert engine.submit(RECALLS[0].prompt, stop=stop, **GREEDY).text == whole.partition(stop)[0]
     with pytest.raises(ValueError, match="stop: an empty string"):
         engine.submit("x", stop=["a", ""])
-    with pytest.raises(ValueError, match="n_logprobs=-1"):
-        engine.submit("x", n_logprobs=-1)
 
 
 class Recorder:

@@ -39,6 +39,21 @@ def test_an_answer_is_that_of_openais_api(server: Server) -> None:
     assert times["predicted_per_second"] > 0
 
 
+def test_each_api_says_whether_an_answer_is_exact(server: Server) -> None:
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 4}
+    for path, body, place in (
+        ("/completion", BODY, ()),
+        ("/api/generate", {"model": MODEL, "prompt": PROMPT, "stream": False}, ()),
+        ("/v1/messages", chat, ("usage",)),
+        ("/v1/responses", {"model": MODEL, "input": PROMPT, "max_output_tokens": 16}, ("usage",)),
+    ):
+        found = server.post(path, body)
+        for name in place:
+            found = found[name]
+        details = found["input_tokens_details" if path == "/v1/responses" else "prompt_tokens_details"]
+        assert details["cached_exact"] is True
+
+
 def test_a_stream_as_an_editor_reads_it(server: Server) -> None:
     """With all that Continue's client of llama.cpp sends along."""
     body = {

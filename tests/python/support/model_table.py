@@ -20,6 +20,7 @@ from mixedkv.chunks import ChunkCache
 from mixedkv.chunks.gate import last_logits
 from mixedkv.engine import Engine
 from mixedkv.engine.batch.batch import Batch
+from mixedkv.errors import UnsupportedModelError
 from mixedkv.store import KVStore
 from support import zoo
 from support.harness import prompt, rel_rms
@@ -175,7 +176,7 @@ def tried(name: str, folder: Path) -> dict[str, str]:
     with ExitStack() as stack:
         try:
             model = Tried(zoo.SHAPES[name], zoo.write(name, folder), stack)
-        except AssertionError:  # llama_cpp's, of a context without memory
+        except UnsupportedModelError:  # a context without memory
             return dict.fromkeys(COLUMNS, "it reads its whole input at once and has no KV cache")
         return {column: _reason(getattr(model, column)) for column in COLUMNS}
 

@@ -27,7 +27,7 @@ from mixedkv.llama import NO_VOCABULARY, Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.templates import syntax_error
 from mixedkv.prompts.overflow import Places, message_starts
-from mixedkv.tokens import Tokens
+from mixedkv.tokens import Tokens, check_tokens
 
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int] | Messages | Chat
@@ -203,9 +203,7 @@ class Tokenizer:
         """
         if isinstance(prompt, str):
             return self.tokenize(prompt, start=start, special=True, n_ctx=INT32_MAX if long else None)
-        if bad := next((token for token in prompt if not 0 <= token < self.n_vocab), None):
-            raise ValueError(f"prompt: token {bad} is not one of this model's {self.n_vocab}")
-        return list(prompt)
+        return check_tokens("prompt", prompt, self.n_vocab)
 
     def infill(
         self, before: str, after: str, *, beginning: str = "", files: Sequence[tuple[str, str]] = ()
@@ -350,9 +348,7 @@ class Tokenizer:
         Raises:
             ValueError: a token of logit_bias is not of this model, or the constraint cannot be followed.
         """
-        for token, _ in sampling.logit_bias:
-            if not 0 <= token < self.n_vocab:
-                raise ValueError(f"logit_bias: token {token} is not one of this model's {self.n_vocab}")
+        check_tokens("logit_bias", [token for token, _ in sampling.logit_bias], self.n_vocab)
         if matcher is not None:
             matcher = matcher.copy()
         elif sampling.constraint is not None:

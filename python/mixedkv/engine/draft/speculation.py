@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from mixedkv import _core
 from mixedkv.engine.draft.draft_model import DraftModel
@@ -142,6 +143,8 @@ class Speculation:
         return Drafter(map(int, prompt), prediction, by_model=mode in ("draft-model", "mtp"))
 
     def _check(self, mode: SpeculationMode) -> None:
+        if mode not in get_args(SpeculationMode):
+            raise ValueError(f"speculation={mode!r}: use one of {', '.join(get_args(SpeculationMode))}")
         if mode == "draft-model" and not isinstance(self._model, DraftModel):
             raise ValueError('speculation: "draft-model" needs one: give the engine a draft_model')
         if mode == "mtp" and not isinstance(self._model, MtpHead):

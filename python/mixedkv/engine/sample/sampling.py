@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from mixedkv.engine.constrain.constraint_text import Constraint
-from mixedkv.limits import RANGES
+from mixedkv.limits import RANGES, check_sampling
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,15 +68,21 @@ class Sampling:
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
-        for name, (low, high) in RANGES.items():
-            value = getattr(self, name)
-            if not low <= value <= high:  # nor NaN
-                raise ValueError(f"{name}={value}: use {low} to {high}")
+        for name in RANGES:
+            check_sampling(name, getattr(self, name))
+        if not isinstance(self.logit_bias, tuple) or not all(map(_is_bias, self.logit_bias)):
+            raise ValueError(f"logit_bias={self.logit_bias!r:.80}: use pairs of a token id and a number")
 
     @property
     def greedy(self) -> bool:
         """True if the likeliest token is always taken."""
         return self.temperature <= 0
+
+
+def _is_bias(pair: object) -> bool:
+    return (
+        isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Real) and not math.isnan(pair[1])
+    )
 
 
 # llama.cpp's common_params_sampling; penalties and the other samplers are off in it

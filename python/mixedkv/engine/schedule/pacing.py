@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from mixedkv.limits import real
+
 _SMOOTHING = 0.1
 _LEAST = 0.25  # at least one prompt token in every fourth step
 _FIRST = 16.0  # prompt tokens of the first step beside running answers
@@ -25,7 +27,7 @@ class Pace:
     """
 
     def __init__(self, n_batch: int, slowdown: float) -> None:
-        self._n_batch, self._slowdown = n_batch, slowdown
+        self._n_batch, self._slowdown = n_batch, real("slowdown", slowdown, 1)
         self._slice = _FIRST  # prompt tokens, at as many streams as prompts
         self._extra = 1.0  # of the last budget
         self._credit = 0.0  # half a token means one token every second step

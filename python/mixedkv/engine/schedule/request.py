@@ -12,6 +12,7 @@ from mixedkv.chunks.chunk_reuse import ChunkChoice
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.text.thought import ThoughtTags
 from mixedkv.images.picture import Picture
+from mixedkv.limits import whole
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.start.sequences import Reuse
 from mixedkv.tokens import Tokens
@@ -57,8 +58,9 @@ class Request:
         message_ends: ids of messages in the prompt, and how many tokens it has up to the end of each.
 
     Raises:
-        ValueError: `reuse`, `overflow` or `n_logprobs` has no such value, or `chunks` is given and may not be
-            reused.
+        TypeError: `max_tokens` or `n_logprobs` is no whole number.
+        ValueError: `reuse`, `overflow`, `max_tokens` or `n_logprobs` has no such value, or `chunks` is given
+            and may not be reused.
     """
 
     prompt: Tokens | Sequence[int]
@@ -96,8 +98,9 @@ class Request:
             raise ValueError(f"chunks: passages cannot be reused with reuse={self.reuse!r}: leave one out")
         if self.chunks is not None and self.prompt_logprobs is not None:
             raise ValueError("chunks: passages cannot be reused with prompt_logprobs: leave one out")
-        if self.n_logprobs is not None and self.n_logprobs < 0:
-            raise ValueError(f"n_logprobs={self.n_logprobs}: use 0 or more, or None for none")
+        whole("max_tokens", self.max_tokens, 0)
+        if self.n_logprobs is not None:
+            whole("n_logprobs", self.n_logprobs, 0)
         if self.overflow not in get_args(Overflow):
             raise ValueError(f"overflow={self.overflow!r}: use one of {', '.join(get_args(Overflow))}")
         object.__setattr__(self, "prompt", np.asarray(self.prompt, np.int32))

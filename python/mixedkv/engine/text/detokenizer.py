@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import codecs
-import ctypes
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
 import llama_cpp
+
+from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.llama_arguments import texts
 
 
 class Detokenizer:
@@ -23,14 +25,14 @@ class Detokenizer:
     def __getitem__(self, token: int) -> bytes:
         piece = self._known.get(token)
         if piece is None:
-            piece = self._known[token] = self._look_up(token, special=False)
+            piece = self._known[token] = _llama_cpp.piece(self._vocab, token, special=False)
         return piece
 
     def name(self, token: int) -> bytes:
         """Return a token's text with control tokens written out, as logprobs show them."""
         piece = self._named.get(token)
         if piece is None:
-            piece = self._named[token] = self._look_up(token, special=True)
+            piece = self._named[token] = _llama_cpp.piece(self._vocab, token, special=True)
         return piece
 
     def is_end(self, token: int) -> bool:
@@ -42,23 +44,15 @@ class Detokenizer:
         """The tokens that end an answer."""
         return [token for token in range(self.n_vocab) if self.is_end(token)]
 
-    def _look_up(self, token: int, special: bool) -> bytes:
-        size = 64
-        while True:
-            buffer = ctypes.create_string_buffer(size)
-            n = llama_cpp.llama_token_to_piece(self._vocab, token, buffer, size, 0, special)
-            if n >= 0:
-                return buffer.raw[:n]
-            size = -n
-
 
 def stop_strings(stop: str | Sequence[str]) -> list[str]:
     """Return the stop strings as a list.
 
     Raises:
+        TypeError: it is neither a text nor texts.
         ValueError: a string is empty.
     """
-    given = [stop] if isinstance(stop, str) else list(stop)
+    given = texts("stop", stop)
     if not all(given):
         raise ValueError("stop: an empty string ends every answer at once: leave it out")
     return given

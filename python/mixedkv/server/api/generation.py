@@ -179,14 +179,22 @@ def usage(jobs: Sequence[Job], n: int) -> dict[str, Any]:
         "prompt_tokens": prompt_tokens,
         "completion_tokens": answer_tokens,
         "total_tokens": prompt_tokens + answer_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": sum(job.n_cached_exact for job in firsts),
-            "cached_tier": next((job.cached_tier for job in firsts if job.n_cached_exact), None),
-            "cached_exact": all(job.exact for job in jobs),
-            **_approximate(firsts),
-        },
+        "prompt_tokens_details": cached_details(jobs, n),
         **({"completion_tokens_details": details} if details else {}),
         **({"dropped_tokens": dropped} if dropped else {}),
+    }
+
+
+def cached_details(jobs: Sequence[Job], n: int = 1) -> dict[str, Any]:
+    """Return what the answers to prompts, `n` to each, started from, and whether they are exact."""
+    firsts = jobs[::n]
+    approximate = sum(job.n_approximate for job in firsts)
+    repair = next((job.method for job in firsts if job.n_approximate and job.method), None)
+    return {
+        "cached_tokens": sum(job.n_cached_exact for job in firsts),
+        "cached_tier": next((job.cached_tier for job in firsts if job.n_cached_exact), None),
+        "cached_exact": all(job.exact for job in jobs),
+        **({"approximate_cached_tokens": approximate, "cached_repair": repair} if approximate else {}),
     }
 
 
@@ -235,13 +243,6 @@ class OpenAIAnswer(SentAnswer):
         if not self._include_usage:
             return DONE
         return sse({**self._head, "choices": [], "usage": usage(self._jobs, self._n)}) + DONE
-
-
-def _approximate(jobs: Sequence[Job]) -> dict[str, Any]:
-    """Return how many tokens have approximate rows, and how their passages were repaired."""
-    n = sum(job.n_approximate for job in jobs)
-    method = next((job.method for job in jobs if job.n_approximate and job.method), None)
-    return {"approximate_cached_tokens": n, "cached_repair": method} if n else {}
 
 
 def constraint_of(body: GenerationFields, schema: Constraint | None = None) -> Constraint | None:

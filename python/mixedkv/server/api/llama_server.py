@@ -15,7 +15,7 @@ from mixedkv import __version__
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.limits import INT32_MAX
-from mixedkv.server.api.generation import constraint_of, make_jobs, prompt_progress, slides
+from mixedkv.server.api.generation import cached_details, constraint_of, make_jobs, prompt_progress, slides
 from mixedkv.server.api.logprobs import chat_logprobs, prompt_logprobs
 from mixedkv.server.api.rendering import chat_of, rendered_text
 from mixedkv.server.api.schemas import (
@@ -236,6 +236,7 @@ class _Answer(SentAnswer):
             "tokens_evaluated": job.n_prompt,
             "tokens_cached": job.n_cached or 0,
             "truncated": job.n_dropped > 0,
+            "prompt_tokens_details": cached_details([job]),
             "timings": _timings(job),
             **prompt_logprobs(self._pieces, job.answer.prompt_logprobs),
         }

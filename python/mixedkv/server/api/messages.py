@@ -15,6 +15,7 @@ from mixedkv.engine.text.answer_reader import Part
 from mixedkv.errors import ContextLengthError
 from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import chat_tokens, translated, translated_jobs
+from mixedkv.server.api.generation import cached_details
 from mixedkv.server.api.schemas import ChatFields, TextOnly, TextOrImages
 from mixedkv.server.api.sse import SentAnswer, named_sse, respond
 from mixedkv.server.api_error import ApiError, bad_request
@@ -412,7 +413,7 @@ class _Answer(SentAnswer):
         reason = {"tool_calls": "tool_use", "length": "max_tokens"}.get(reason, "end_turn")
         return {"stop_reason": reason, "stop_sequence": None}
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, Any]:
         """Return Anthropic's usage, whose input tokens do not include cached ones."""
         cached = self._job.n_cached_exact
         return {
@@ -420,4 +421,5 @@ class _Answer(SentAnswer):
             "cache_read_input_tokens": cached,
             "cache_creation_input_tokens": 0,
             "output_tokens": self._job.n_answer,
+            "prompt_tokens_details": cached_details([self._job]),
         }

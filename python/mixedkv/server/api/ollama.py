@@ -24,6 +24,7 @@ from mixedkv.model.fingerprint import fingerprint
 from mixedkv.server.api.chat_jobs import translated, translated_jobs
 from mixedkv.server.api.completions import completion_jobs
 from mixedkv.server.api.embeddings import checked_embedder, embed, input_tokens
+from mixedkv.server.api.generation import cached_details
 from mixedkv.server.api.logprobs import chat_logprobs
 from mixedkv.server.api.schemas import AnyChoice, CompletionRequest, EmbeddingRequest, Tool
 from mixedkv.server.api.sse import NDJSON, SentAnswer, json_line, respond
@@ -467,6 +468,7 @@ class _Answer(SentAnswer):
             "prompt_eval_duration": _ns(first - job.t_submit),
             "eval_count": job.n_answer,
             "eval_duration": _ns(at - first),
+            "prompt_tokens_details": cached_details([job]),
         }
 
 

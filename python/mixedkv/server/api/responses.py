@@ -18,6 +18,7 @@ from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.engine.text.answer_reader import Part, ReadAnswer
 from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import translated_jobs
+from mixedkv.server.api.generation import cached_details
 from mixedkv.server.api.kept_responses import ResponseId, find, history, keep, will_keep
 from mixedkv.server.api.schemas import Metadata, StreamOptions, TextOnly, TextOrImages, TextPart
 from mixedkv.server.api.sse import SentAnswer, named_sse, respond
@@ -583,7 +584,7 @@ class _Answer(SentAnswer):
         job = self._job
         return {
             "input_tokens": job.n_given,
-            "input_tokens_details": {"cached_tokens": job.n_cached_exact},
+            "input_tokens_details": cached_details([job]),
             "output_tokens": job.n_answer,
             "output_tokens_details": {"reasoning_tokens": job.n_thought},
             "total_tokens": job.n_given + job.n_answer,
