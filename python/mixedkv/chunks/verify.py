@@ -91,6 +91,8 @@ class RowErrors:
         """Rows that differ in a few layers and not in all that are deeper, bool [n]. A difference by rounding
         goes on into every deeper layer, and may begin in the last one.
         """
+        if not self.off:  # nothing was reused
+            return np.zeros(0, np.bool_)
         layers = sorted({il for il, _ in self.off})
         differs = [
             np.any([errors.any(axis=1) for name, errors in self.off.items() if name[0] == il], axis=0)
@@ -105,7 +107,7 @@ class RowErrors:
     def damaged(self) -> Mask:
         """Flags of the rows that are damaged, bool [n]."""
         wrong = [(errors > bound).any(axis=1) for _, errors, bound in self._all()]
-        mask: Mask = np.any([self.isolated, *wrong], axis=0) if self.off else np.zeros(0, np.bool_)
+        mask: Mask = np.any([self.isolated, *wrong], axis=0)
         return mask
 
     def problem(self, positions: npt.NDArray[np.int64]) -> str:

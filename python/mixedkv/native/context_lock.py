@@ -60,14 +60,3 @@ def present(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[
             return method(self, *args, **kwargs)
 
     return guarded
-
-
-def waiting(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
-    """Make a method wait until no other thread uses the context."""
-
-    @wraps(method)
-    def guarded(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        with self.busy.waiting():
-            return method(self, *args, **kwargs)
-
-    return guarded

@@ -75,7 +75,7 @@ def model(llm: llama_cpp.Llama) -> Any:
     return _open_model(llm).model
 
 
-def vocab(llm: llama_cpp.Llama) -> Any:
+def vocab(llm: llama_cpp.Llama | LlamaTokenizer) -> Any:
     """Return the llama_vocab. It needs no context, so any thread may use it.
 
     Raises:
@@ -84,7 +84,7 @@ def vocab(llm: llama_cpp.Llama) -> Any:
     return _open_model(llm).vocab
 
 
-def _open_model(llm: llama_cpp.Llama) -> Any:
+def _open_model(llm: llama_cpp.Llama | LlamaTokenizer) -> Any:
     owner = getattr(llm, "_model", None)
     if owner is None or owner.model is None:
         raise ClosedError(CLOSED)
@@ -258,9 +258,10 @@ class ModelTokenizer(LlamaTokenizer):
     none ends the process.
     """
 
-    def __init__(self, llm: llama_cpp.Llama) -> None:
-        super().__init__(llm)
-        self._vocab = vocab(llm)
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = True) -> list[int]:
+        vocab(self)
+        tokens: list[int] = super().tokenize(text, add_bos, special)
+        return tokens
 
     def detokenize(
         self, tokens: Sequence[int], prev_tokens: Sequence[int] | None = None, special: bool = False
@@ -269,10 +270,12 @@ class ModelTokenizer(LlamaTokenizer):
 
         Raises:
             ValueError: one is not of this vocabulary.
+            ClosedError: the `Llama` is closed.
         """
-        ids = check_tokens("tokens", tokens, llama_cpp.llama_vocab_n_tokens(self._vocab))
-        text = b"".join(piece(self._vocab, token, special) for token in ids)
-        begins = bool(ids) and ids[0] == llama_cpp.llama_vocab_bos(self._vocab)
+        words = vocab(self)
+        ids = check_tokens("tokens", tokens, llama_cpp.llama_vocab_n_tokens(words))
+        text = b"".join(piece(words, token, special) for token in ids)
+        begins = bool(ids) and ids[0] == llama_cpp.llama_vocab_bos(words)
         return text.removeprefix(b" ") if begins else text  # the space of Llama 1
 
 

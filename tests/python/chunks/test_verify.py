@@ -75,6 +75,11 @@ def test_what_is_right_passes(llm: Llama, store: KVStore, prompt: Tokens) -> Non
     assert found.first_diverging is None or 0 <= found.first_diverging < 4
 
 
+def test_a_prompt_that_nothing_is_reused_for_passes(llm: Llama, store: KVStore) -> None:
+    (check,) = verify_correctness(ChunkCache(llm, store), ["The road to the attic was full of fog. " * 9])
+    assert (check.reuse.n_cached_approximate, check.damaged, check.problem) == (0, (), "")
+
+
 def test_context_is_not_damage(real_model_q4_1: Path) -> None:
     """On a real model another context changes rows by more than their size; they are sound all the same."""
     first = "The miller counted the planks that went by, and said that he had seen worse in his time. " * 4

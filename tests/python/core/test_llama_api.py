@@ -19,6 +19,7 @@ from mixedkv import Llama, MixedKVConfig
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine.constrain.constraint import constrain
+from mixedkv.errors import ClosedError
 from support import zoo
 
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
@@ -122,6 +123,10 @@ def test_the_text_of_a_long_token_is_whole(tmp_path: Path) -> None:
     with Llama(path, vocab_only=True, verbose=False) as llm:
         for detokenize in (llm.detokenize, llm.tokenizer().detokenize):
             assert detokenize([0, 0]) == b"-" * 128
+        tokenizer = llm.tokenizer()
+    for use in (lambda: tokenizer.detokenize([0]), lambda: tokenizer.tokenize(b"-")):
+        with pytest.raises(ClosedError):
+            use()
 
 
 def test_stopping_criteria_and_stop_strings(llm: Llama) -> None:
