@@ -107,18 +107,21 @@ struct strip_reader {
     const int                 stream, head_kv;
     const int                 end; // of the split's keys, within their kind
     char * const              memory;
+    const char * const        cold_k; // the first key
+    const char * const        cold_v;
 
     // Lanes that follow each other copy what follows each other, as many as a power of two of a row; what is left of
     // rows has a lane each. Keys behind the last are those that nobody sees: the last one's row serves.
     template <int bytes, int pitch>
     MIXEDKV_DEVICE_MEMBER void copy_rows(int key0, bool is_v, char * to) const {
-        constexpr int  width = copy_bytes(bytes), chunks = bytes / width;
-        constexpr int  lanes = chunks >= 32 ? 32 : chunks >= 16 ? 16 : chunks >= 8 ? 8 : 4, rows = warp_size / lanes;
-        const row_view all       = is_v ? p.cold.v : p.cold.k;
-        const char * const first = all.data + stream * all.stream + head_kv * all.head;
+        constexpr int width = copy_bytes(bytes), chunks = bytes / width;
+        constexpr int lanes = chunks >= 32 ? 32 : chunks >= 16 ? 16 : chunks >= 8 ? 8 : 4, rows = warp_size / lanes;
+        const int64_t pitch_from = is_v ? p.cold.v.row : p.cold.k.row;
+        const char * const first = (is_v ? cold_v : cold_k) + key0 * pitch_from;
         const auto         copy  = [&](int row, int chunk) {
-            const int          key  = min_of(key0 + row, end - 1);
-            const char * const from = is_hot ? find_row(p, stream, head_kv, key, true, is_v) : first + key * all.row;
+            const uint32_t     key = uint32_t(min_of(row, end - 1 - key0)); // 32 bits: one instruction
+            const char * const from =
+                is_hot ? find_row(p, stream, head_kv, key0 + int(key), true, is_v) : first + key * uint32_t(pitch_from);
             copy_async<width>(to + row * pitch + chunk * width, from + chunk * width);
         };
 #pragma unroll
@@ -156,19 +159,23 @@ struct strip_mask {
         const int g = lane() / 4, t = lane() % 4, group = p.group();
 #pragma unroll
         for (int tile = 0; tile < n_tiles; tile++) {
-            const int        token = (row0 + 8 * tile + 2 * t) / group, second = (row0 + 8 * tile + 2 * t + 1) / group;
-            const uint16_t * column = p.mask + stream * p.mask_stream + first_key + key0 + g;
-            const uint16_t * row    = column + token * p.mask_token;
+            const int        first_row = row0 + 8 * tile + 2 * t;
+            const int        token = first_row / group, second = (first_row + 1) / group;
+            const uint16_t * column     = p.mask + stream * p.mask_stream + first_key + key0 + g;
+            const uint16_t * row        = column + token * p.mask_token;
+            const uint16_t * next       = column + second * p.mask_token;
+            const bool       reads_next = second != token && second < p.n_tokens;
 #pragma unroll
             for (int i = 0; i < 2 * parts; i++) {
-                uint32_t both = both_hidden;
-                if (key0 + 8 * i + g < end && token < p.n_tokens) {
-                    both = row[8 * i];
-                    both |= second == token       ? both << 16
-                            : second < p.n_tokens ? uint32_t(column[second * p.mask_token + 8 * i]) << 16
-                                                  : uint32_t(hidden) << 16;
+                const bool is_key = key0 + 8 * i + g < end;
+                uint32_t   low = hidden, high = hidden;
+                if (is_key && token < p.n_tokens) {
+                    low = row[8 * i];
                 }
-                at[i][tile] = both;
+                if (is_key && reads_next) {
+                    high = next[8 * i];
+                }
+                at[i][tile] = low | (second == token ? low : high) << 16;
             }
         }
     }
@@ -335,22 +342,28 @@ MIXEDKV_DEVICE void attend_strip(const attention_problem & p, const char * memor
         const char * row = memory + (16 * part + g) * Layout::k_pitch;
         products::template add_products<0>(row, row + 8 * Layout::k_pitch, q, score[part]);
     }
-    const bool is_masked = mask.is_any();
+    const auto for_scores = [&](auto && f) {
 #pragma unroll
-    for (int part = 0; part < parts; part++) {
+        for (int part = 0; part < parts; part++) {
 #pragma unroll
-        for (int tile = 0; tile < n_tiles; tile++) {
+            for (int tile = 0; tile < n_tiles; tile++) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float & x = score[part][tile][i];
-                x         = capped_score(p, x);
-                if (is_masked) {
-                    x = masked_score(x, mask.get(part, i / 2, tile, i % 2), slope[tile][i % 2]);
+                for (int i = 0; i < 4; i++) {
+                    f(score[part][tile][i], part, tile, i);
                 }
-                largest[tile][i % 2] = max_of(largest[tile][i % 2], x);
             }
         }
+    };
+    // Each of the two is rare, and branches of their own keep them out of the way.
+    if (p.logit_softcap != 0.0f) {
+        for_scores([&](float & x, int, int, int) { x = capped_score(p, x); });
     }
+    if (mask.is_any()) {
+        for_scores([&](float & x, int part, int tile, int i) {
+            x = masked_score(x, mask.get(part, i / 2, tile, i % 2), slope[tile][i % 2]);
+        });
+    }
+    for_scores([&](float & x, int, int tile, int i) { largest[tile][i % 2] = max_of(largest[tile][i % 2], x); });
 #pragma unroll
     for (int tile = 0; tile < n_tiles; tile++) {
 #pragma unroll
@@ -392,8 +405,13 @@ MIXEDKV_DEVICE void attend_keys(const attention_problem & p, int stream, int hea
     const int     warp      = thread() / warp_size;
     const bool    is_busy   = begin + warp * layout::keys < end;
 
-    const strip_reader<layout, is_hot>     reader{ p, stream, head_kv, end,
-                                                   memory + warp * layout::stages * layout::stage };
+    const strip_reader<layout, is_hot>     reader{ p,
+                                                   stream,
+                                                   head_kv,
+                                                   end,
+                                                   memory + warp * layout::stages * layout::stage,
+                                                   find_row(p, stream, head_kv, 0, false, false),
+                                                   find_row(p, stream, head_kv, 0, false, true) };
     strip_mask<layout::keys / 16, n_tiles> mask, next;
 
     // Queries and masks are there before the kernel that stores the micro-batch has run.

@@ -33,10 +33,10 @@ inline int round_up(int n, int m) {
     return (n + m - 1) / m * m;
 }
 
-// Fills in the splits: as many as keep the device busy.
-inline void plan_splits(attention_problem & p, const device_size & size, int d) {
+// Fills in the splits: as many as keep the device busy. prefill_rows: of a block of the shape that runs
+inline void plan_splits(attention_problem & p, const device_size & size, int prefill_rows) {
     const bool decode    = is_decode(p);
-    const int  rows      = decode ? 8 : d > 128 ? prefill_layout<256>::rows : prefill_layout<128>::rows;
+    const int  rows      = decode ? 8 : prefill_rows;
     const int  n_tiles   = (p.n_tokens * p.group() + rows - 1) / rows;
     const int  n_blocks  = p.n_head_kv * n_tiles * p.n_stream;
     const int  at_a_time = size.n_processors * (decode ? size.blocks_of_decode : size.blocks_of_prefill);
@@ -67,12 +67,12 @@ void run_decode(Device & device, const attention_problem & p) {
                   decode_layout<K, V, d, d, 1>::bytes, decode_kernel<K, V, d, d, 1>, p);
 }
 
-template <class Device, int d>
+template <class Device, int d, class Shape = usual_prefill<d>>
 void run_prefill(Device & device, const attention_problem & p, stored_type k, stored_type v) {
-    using layout       = prefill_layout<d>;
-    const int n_blocks = (p.n_tokens * p.group() + layout::rows - 1) / layout::rows;
+    using layout       = prefill_layout<d, Shape>;
+    const int n_blocks = (p.n_tokens * p.group() + Shape::rows - 1) / Shape::rows;
     device.launch({ p.n_head_kv * n_blocks, p.n_splits, p.n_stream }, layout::threads, layout::bytes(p.group()),
-                  prefill_kernel<d>, p, k, v);
+                  prefill_kernel<d, Shape>, p, k, v);
 }
 
 template <class Device, int d>
@@ -86,14 +86,14 @@ void run_merge(Device & device, const attention_problem & p) {
     }
 }
 
-template <class Device, int d>
+template <class Device, int d, class Shape = usual_prefill<d>>
 void run_attention(Device & device, const attention_problem & p, stored_type k, stored_type v) {
     if (is_decode(p)) {
         with_rows<d>(k, [&](auto rows_k) {
             with_rows<d>(v, [&](auto rows_v) { run_decode<Device, decltype(rows_k), decltype(rows_v), d>(device, p); });
         });
     } else {
-        run_prefill<Device, d>(device, p, k, v);
+        run_prefill<Device, d, Shape>(device, p, k, v);
     }
     run_merge<Device, d>(device, p);
 }

@@ -152,7 +152,8 @@ static void attend(ggml_backend_cuda_context & ctx, ggml_tensor * node, const no
     size.n_processors      = info.nsm;
     size.blocks_of_decode  = d > 128 || (type_k == stored_type::f16 && type_v == stored_type::f16) ? 1 : 2;
     size.blocks_of_prefill = d > 128 || info.smpbo < 200 * 1024 ? 1 : 2;
-    plan_splits(p, size, d);
+    with_head_size(
+        d, [&](auto size_of_head) { plan_splits(p, size, usual_prefill<decltype(size_of_head)::value>::rows); });
 
     ggml_cuda_pool_alloc<float> sums(ctx.pool(), sums_floats(p, d));
     ggml_cuda_pool_alloc<float> weights(ctx.pool(), weights_floats(p));
@@ -185,7 +186,7 @@ static size_t most_shared_bytes(int64_t d, int64_t group) {
     size_t res = 0;
     with_head_size(d, [&](auto size) {
         constexpr int n = decltype(size)::value;
-        res             = std::max(size_t(prefill_layout<n>::bytes(int(group))),
+        res             = std::max(size_t(prefill_layout<n, usual_prefill<n>>::bytes(int(group))),
                                    size_t(decode_layout<f16_rows, f16_rows, n, n, 1>::bytes));
     });
     return res;

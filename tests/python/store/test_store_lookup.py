@@ -113,7 +113,7 @@ def test_misses(store: KVStore) -> None:
 
 @pytest.mark.parametrize("tokens", [[[1, 2]], ["a"], [1.5], [2**31], [None]])
 def test_what_is_no_list_of_tokens(store: KVStore, tokens: list) -> None:
-    with pytest.raises(ValueError, match="tokens=.*: give a flat list"):
+    with pytest.raises(ValueError, match=r"tokens=.*: give a flat list"):
         store.find(WHO, tokens)
 
 

@@ -144,6 +144,10 @@ inline float tanh_of(float x) {
     return std::tanh(x);
 }
 
+inline float max_of(float a, float b) {
+    return a > b || a != a ? a : b;
+}
+
 inline float half_bits_to_float(uint16_t x) {
     return half_to_float(x);
 }

@@ -6,6 +6,7 @@
 #include "attention/least_error.h"
 #include "attention/lm4.h"
 #include "attention/tc3.h"
+#include "prefill_variants.h"
 
 #include <algorithm>
 #include <cmath>
@@ -76,7 +77,7 @@ std::vector<uint16_t> widen_mask(const test::problem & p, int n_cold, int width)
     return res;
 }
 
-void expect_close(const test::problem & p, const std::vector<double> & want, const char * what) {
+void expect_close(const test::problem & p, const std::vector<double> & want, const std::string & what) {
     double worst = 0.0;
     for (size_t i = 0; i < want.size(); i++) {
         const double error = std::fabs(p.out[i] - want[i]) / 4.0;
@@ -84,7 +85,7 @@ void expect_close(const test::problem & p, const std::vector<double> & want, con
     }
     // Q, weights and opened values are rounded to F16
     if (!(worst <= 4e-3)) {
-        std::printf("FAIL %s: error %.2e: %s\n", what, worst, p.o.describe().c_str());
+        std::printf("FAIL %s: error %.2e: %s\n", what.c_str(), worst, p.o.describe().c_str());
         failures++;
     }
 }
@@ -104,8 +105,9 @@ void expect_ring(const row_view & ring, int n_ring, const std::vector<uint8_t> &
     }
 }
 
+// variant: which shape of prefill
 template <int d>
-void attend(test::problem & t, test::rng & r, const device_size & size) {
+void attend(test::problem & t, test::rng & r, const device_size & size, int variant) {
     const mixedkv::attention_args a = t.args();
     attention_problem             p;
     p.n_head         = a.n_head;
@@ -135,7 +137,10 @@ void attend(test::problem & t, test::rng & r, const device_size & size) {
     p.mask_token                     = width;
     p.first_hot_key                  = n_cold;
 
-    plan_splits(p, size, d);
+    int prefill_rows = 0, no = 0;
+    prefill_variants<d>::for_each(
+        [&](auto shape) { prefill_rows = no++ == variant ? decltype(shape)::rows : prefill_rows; });
+    plan_splits(p, size, prefill_rows);
     std::vector<float> sums(sums_floats(p, d), NAN), weights(weights_floats(p), NAN);
     p.sums    = sums.data();
     p.weights = weights.data();
@@ -150,23 +155,46 @@ void attend(test::problem & t, test::rng & r, const device_size & size) {
     p.ring_rows = p.ring.n > 0 ? ring_rows.data() : nullptr;
 
     emulated device;
-    run_attention<emulated, d>(device, p, to_stored(t.o.type_k[0]), to_stored(t.o.type_v[0]));
+    if (variant == 0) {
+        run_attention<emulated, d>(device, p, to_stored(t.o.type_k[0]), to_stored(t.o.type_v[0]));
+    }
+    no = 0;
+    prefill_variants<d>::for_each([&](auto shape) {
+        if (no++ == variant && variant > 0) {
+            run_prefill<emulated, d, decltype(shape)>(device, p, to_stored(t.o.type_k[0]), to_stored(t.o.type_v[0]));
+            run_merge<emulated, d>(device, p);
+        }
+    });
     if (p.ring_rows) {
         expect_ring(p.ring.k, p.ring.n, ring_k, p.current.k, ring_rows, "K");
         expect_ring(p.ring.v, p.ring.n, ring_v, p.current.v, ring_rows, "V");
     }
 }
 
-void attend(test::problem & t, test::rng & r, const device_size & size) {
+// Runs the problem, and if it is prefill another shape of the kernel besides.
+void attend_all(test::problem & t, test::rng & r, const device_size & size) {
+    const auto want = t.reference(); // rows of the ring are about to change
+    const auto run  = [&](auto d) {
+        constexpr int head = decltype(d)::value, n = prefill_variants<head>::n;
+        const bool    is_prefill = t.o.n_queries * t.o.n_head / t.o.n_head_kv > decode_rows;
+        test::problem again      = t;
+        attend<head>(t, r, size, 0);
+        expect_close(t, want, is_prefill ? "prefill" : "decode");
+        if (is_prefill) {
+            const int variant = 1 + r.below(n - 1);
+            attend<head>(again, r, size, variant);
+            expect_close(again, want, "prefill, variant " + std::to_string(variant));
+        }
+    };
     switch (t.o.d_k) {
     case 64:
-        return attend<64>(t, r, size);
+        return run(std::integral_constant<int, 64>());
     case 96:
-        return attend<96>(t, r, size);
+        return run(std::integral_constant<int, 96>());
     case 128:
-        return attend<128>(t, r, size);
+        return run(std::integral_constant<int, 128>());
     default:
-        return attend<256>(t, r, size);
+        return run(std::integral_constant<int, 256>());
     }
 }
 
@@ -448,9 +476,7 @@ int main(int argc, char ** argv) {
     for (int i = 0; i < n_shapes; i++) {
         const test::options o = random_options(r);
         test::problem       p(r, o);
-        const auto          want = p.reference(); // rows of the ring are about to change
-        attend(p, r, { 1 + r.below(8), 1 + r.below(4), 1 + r.below(2) });
-        expect_close(p, want, o.n_queries * o.n_head / o.n_head_kv > decode_rows ? "prefill" : "decode");
+        attend_all(p, r, { 1 + r.below(8), 1 + r.below(4), 1 + r.below(2) });
     }
     for (int i = 0; i < n_shapes; i++) {
         for (const int d : { 64, 96, 128, 256 }) {
