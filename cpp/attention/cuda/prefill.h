@@ -143,25 +143,20 @@ struct tile_reader {
     static constexpr bool one_of_kv = row_step > Shape::keys; // a warp has rows of K or of V, not of both
     static_assert(one_of_kv ? row_step == 2 * Shape::keys : Shape::keys % row_step == 0, "rows are left over");
 
-    // Calls f(which row) for each row of K, or of V, that the four lanes have.
-    template <class F>
-    MIXEDKV_DEVICE_MEMBER void for_own_rows(bool is_v, F && f) const {
-        if constexpr (one_of_kv) {
-            if (own_row() / Shape::keys == int(is_v)) {
-                f(own_row() % Shape::keys);
-            }
-        } else {
-#pragma unroll
-            for (int row = 0; row < Shape::keys; row += row_step) {
-                f(row + own_row());
-            }
-        }
-    }
+    MIXEDKV_DEVICE_MEMBER bool has_rows(bool is_v) const { return !one_of_kv || own_row() / Shape::keys == int(is_v); }
 
     // The type of what this warp is to open of K or V; F16: nothing
     MIXEDKV_DEVICE_MEMBER stored_type to_open(bool is_v) const {
-        const bool has_none = one_of_kv && own_row() / Shape::keys != int(is_v);
-        return has_none ? stored_type::f16 : is_v ? type_v : type_k;
+        return !has_rows(is_v) ? stored_type::f16 : is_v ? type_v : type_k;
+    }
+
+    // Calls f(which row) for each row that the four lanes have of K or V, if the warp has rows of it.
+    template <class F>
+    MIXEDKV_DEVICE_MEMBER void for_own_rows(F && f) const {
+#pragma unroll
+        for (int row = 0; row < Shape::keys; row += row_step) {
+            f(row + own_row() % Shape::keys);
+        }
     }
 
     template <class Rows>
@@ -184,12 +179,12 @@ struct tile_reader {
         }
 #pragma unroll 1
         for (int is_v = 0; is_v < 2; is_v++) {
-            for_own_rows(is_v, [&](int row) {
-                if ((is_v ? type_v : type_k) == stored_type::f16) {
+            if (has_rows(is_v) && (is_v ? type_v : type_k) == stored_type::f16) {
+                for_own_rows([&](int row) {
                     copy_row<f16_rows>(find_row(p, stream, head_kv, min_of(key0 + row, end - 1), is_hot, is_v),
                                        open_at(tile, is_v) + row * layout::pitch);
-                }
-            });
+                });
+            }
         }
     }
 
@@ -201,7 +196,7 @@ struct tile_reader {
             const char * const first = all.data + stream * all.stream + head_kv * all.head + key0 * all.row;
             with_rows<d>(to_open(is_v), [&](auto rows) {
                 if constexpr (decltype(rows)::has_scale) {
-                    for_own_rows(is_v, [&](int row) {
+                    for_own_rows([&](int row) {
                         copy_row<decltype(rows)>(first + uint32_t(min_of(row, end - 1 - key0)) * uint32_t(all.row),
                                                  raw_at(row, is_v));
                     });
@@ -213,7 +208,7 @@ struct tile_reader {
     template <class Rows, int unit>
     MIXEDKV_DEVICE_MEMBER void open_unit(int tile, bool is_v) const {
         if constexpr (Rows::has_scale) {
-            for_own_rows(is_v, [&](int row) {
+            for_own_rows([&](int row) {
                 const int t = thread() % 4;
                 uint32_t  y[4];
                 Rows::template open_runs<unit>(raw_at(row, is_v), t, y);
