@@ -117,7 +117,7 @@ def test_other_bad_input(tokens: np.ndarray) -> None:
         llm.eval(tokens[:10].tolist())
         with pytest.raises(ValueError, match="n_batch"):
             llm.kv.fill(np.zeros(65, np.int32), np.arange(100, 165))
-        with pytest.raises(ValueError, match="vocabulary"):
+        with pytest.raises(ValueError, match="tokens: token 1000000 is not one of"):
             llm.kv.fill([10**6], [50])
         with pytest.raises(LookupError, match="sequence 1"):
             llm.kv.fill([1], [50], seq=1)
