@@ -366,11 +366,8 @@ def _check_messages(messages: Sequence[Message]) -> tuple[list[dict[str, Any]], 
 
 
 def _check_sinks(value: int | None, size: int) -> int | None:
-    if value is None:
-        return None
-    if whole("attention_sink_tokens", value, 0) > size // 2:
-        raise ValueError(f"attention_sink_tokens={value}: use 0 to {size // 2}, half of the context at most")
-    return value
+    """Return how many tokens stay: at most half of the context."""
+    return None if value is None else whole("attention_sink_tokens", value, 0, size // 2)
 
 
 if TYPE_CHECKING:

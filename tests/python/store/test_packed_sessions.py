@@ -196,7 +196,7 @@ def test_a_command_stores_a_packed_cache(tmp_path: Path, capsys: pytest.CaptureF
             assert answer == _go_on(llm, 30, 8)[0]
     for wrong, message in (
         (made.SESSION[::-1], "not this model's"),
-        ([*made.SESSION[:-1], 10**6], "in the vocabulary"),
+        ([*made.SESSION[:-1], 10**6], "token 1000000 is not one of this model's"),
         ({"ids": 1}, "give a JSON list"),
         ([], "give the id of each token"),
     ):
