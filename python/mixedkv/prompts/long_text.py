@@ -75,7 +75,8 @@ def _check_stretches(text: bytes) -> None:
 
 
 def _check_runs(text: bytes, of: str, most: int) -> None:
-    if run := re.search(f"{of}{{{most + 1}}}", text.decode("utf-8", "replace")):
+    runs = re.finditer(f"{of}+", text.decode("utf-8", "replace"))  # each is read once, whatever its length
+    if run := next((run for run in runs if run.end() - run.start() > most), None):
         raise ValueError(
             f"more than {most} characters like {run[0][0]!r} in a row, from character {run.start()}: "
             f"this model's tokenizer takes hours over such runs, break them up"

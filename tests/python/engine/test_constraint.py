@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.engine.constrain.constraint import ConstraintCompiler, DeadEndError
 from mixedkv.engine.constrain.constraint_text import Constraint
+from mixedkv.engine.constrain.gbnf import gbnf_to_lark
 from mixedkv.engine.constrain.json_schema import MOST_DIGITS
 from mixedkv.engine.text.detokenizer import Detokenizer
 from support import zoo
@@ -447,3 +449,12 @@ def test_a_vocabulary_without_the_next_byte_is_a_dead_end() -> None:
 def test_a_vocabulary_without_an_end_takes_no_constraint() -> None:
     with pytest.raises(ValueError, match=r"^grammar: .* ends"):
         ConstraintCompiler.of_tokens([b"a"], []).compile(Constraint("regex", "a"))
+
+
+@pytest.mark.parametrize("open_", ["[", '"' + '\\"' * 3, "[\\]"])
+def test_what_is_not_closed_is_named_at_once(open_: str) -> None:
+    """A pattern looked for the end from each of them again, for half a minute."""
+    began = time.thread_time()
+    with pytest.raises(ValueError, match=r"the .* that is character \d+ is not closed"):
+        gbnf_to_lark("root ::= " + open_ * (32_000 // len(open_)))
+    assert time.thread_time() - began < 0.5

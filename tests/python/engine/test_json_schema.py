@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from mixedkv.engine.constrain.constraint import ConstraintCompiler, DeadEndError
 from mixedkv.engine.constrain.constraint_text import Constraint
+from mixedkv.engine.constrain.json_schema import closed_schema
 from support.constraint_support import BYTEWISE, follow, random_answer
 
 pytestmark = pytest.mark.core
@@ -155,3 +157,36 @@ def test_a_pattern_is_followed(
 def test_a_pattern_takes_what_re_takes(bytewise: ConstraintCompiler, pattern: str, text: str) -> None:
     matcher = bytewise.compile(schema_of({"type": "string", "pattern": f"^({pattern})$"}))
     assert follow(matcher, json.dumps(text)) == bool(re.fullmatch(pattern, text))
+
+
+def _links(n: int) -> dict[str, Any]:
+    """Definitions that refer to each other, up to an object."""
+    links: dict[str, Any] = {str(i): {"$ref": f"#/d/{i + 1}"} for i in range(n)}
+    kind = {"type": "object", "properties": {"a": {"const": "x"}}, "required": ["a"]}
+    return {**links, str(n): kind}
+
+
+_NAMES = [f"r{i}" for i in range(60)]
+_SAME = {"type": "object", "properties": {name: {"enum": ["a", "b"]} for name in _NAMES}, "required": _NAMES}
+BOMBS: dict[str, dict[str, Any]] = {
+    "members that refer": {"d": _links(98), "oneOf": [{"$ref": "#/d/0"}] * 2500},
+    "members of their own": {"d": _links(98), "oneOf": [{"$ref": f"#/d/{i % 98}"} for i in range(2500)]},
+    "constants": {"oneOf": [{"const": str(i)} for i in range(3000)]},
+    "lists": {"oneOf": [{"oneOf": [{"const": f"{i} {j}"} for j in range(50)]} for i in range(50)]},
+    "required": {"oneOf": [_SAME] * 40},
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_members_are_compared_once(name: str) -> None:
+    """They were compared again for each member: minutes for 50 KB."""
+    began = time.thread_time()
+    closed_schema(BOMBS[name])
+    assert time.thread_time() - began < 1
+
+
+def test_members_are_counted_before_they_are_compared() -> None:
+    with pytest.raises(
+        ValueError, match="its allOf, anyOf and oneOf have 5000 members, at most 4096 are taken"
+    ):
+        closed_schema({"anyOf": [{"oneOf": [{}] * 4999}]})

@@ -11,7 +11,10 @@ from llguidance import gbnf_to_lark as converter
 _MAX_LENGTH = 1 << 15  # characters: the converter takes 60 ms for so many, and holds Python's lock
 _MAX_DEPTH = 1000  # rules and groups: llguidance recurses
 _MAX_WORK = 2_000_000  # characters times rules: the converter's time where each rule uses the next one
-_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\r\n]*|\.', re.DOTALL)
+# Also matches what is not closed: a pattern that has to find the end looks for it from each beginning again.
+_PARTS = re.compile(
+    r'"(?:\\.|[^"\\])*(?P<quote>"?)|\[(?:\\.|[^\]\\])*(?P<bracket>\]?)|#[^\r\n]*|\.', re.DOTALL
+)
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))", re.DOTALL)
 
 
@@ -49,6 +52,8 @@ def _plain(part: re.Match[str]) -> str:
     text = part[0]
     if text == ".":
         return "[\\x00-\U0010ffff]"
+    if "" in (part["quote"], part["bracket"]):
+        raise ValueError(f"the {text[0]} that is character {part.start() + 1} is not closed")
     return "" if text.startswith("#") else _ESCAPE.sub(_character, text)
 
 

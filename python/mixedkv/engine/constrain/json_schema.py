@@ -17,6 +17,7 @@ import numpy.typing as npt
 MAX_SCHEMA = 1 << 16  # characters
 _MAX_DEPTH = 2000  # schemas in schemas, through all definitions: llguidance recurses
 _MAX_PROPERTIES = 1000  # of one object: llguidance's time grows with the square
+_MAX_BRANCHES = 4096  # members of all anyOf, oneOf and allOf
 _MAX_NUMBER = 2**53  # llguidance computes with 64-bit floats
 _MAX_INTEGER = 9 * 10**18  # where a schema sets no bound: 19 digits, as llguidance's 64 bits have
 _MAX_REMAINDERS = 10_000  # of multipleOf; the compiler's time grows with them
@@ -78,9 +79,26 @@ def closed_schema(schema: Any) -> dict[str, Any]:
         raise ValueError("nested too deep") from None
     except UnicodeEncodeError:
         raise ValueError("half a surrogate pair is not text") from None
-    walk = _Walk(json.loads(text))
+    root = json.loads(text)
+    _check_branches(root)
+    walk = _Walk(root)
     walk.run()
     return walk.root
+
+
+def _check_branches(root: Any) -> None:
+    """Refuse a schema with very many alternatives, before any is compared with another."""
+    left, todo = _MAX_BRANCHES, [root]
+    while todo:
+        item = todo.pop()
+        todo += item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        lists = (item.get(name) for name in ("allOf", "anyOf", "oneOf")) if isinstance(item, dict) else ()
+        left -= sum(len(members) for members in lists if isinstance(members, list))
+    if left < 0:
+        raise ValueError(
+            f"its allOf, anyOf and oneOf have {_MAX_BRANCHES - left} members, at most {_MAX_BRANCHES} are "
+            "taken"
+        )
 
 
 class _Walk:
@@ -98,6 +116,9 @@ class _Walk:
         self._depth = 0  # of all, one in the other
         self._exclusive: list[dict[str, Any]] = []  # with a oneOf that means the same as anyOf
         self._multiples = Fraction(1)
+        self._apart: dict[int, bool] = {}  # lists of members, each compared once
+        self._targets: dict[str, Any] = {}  # of each reference
+        self._ends: dict[str, Any] = {}  # of each reference to references
 
     def run(self) -> None:
         self._todo.append((self.root, "#", True, 0, id(self.root)))
@@ -153,10 +174,17 @@ class _Walk:
         return name != "oneOf" or self._are_apart(node[name])
 
     def _are_apart(self, members: list[Any]) -> bool:
+        if id(members) not in self._apart:
+            self._apart[id(members)] = self._compare(members)
+        return self._apart[id(members)]
+
+    def _compare(self, members: list[Any]) -> bool:
         """Return whether no value fits two of these schemas, closed or open. llguidance detects that for
         some, but does not follow references.
         """
         nodes = [self.resolve(member) for member in members]
+        if len({id(node) for node in nodes}) < len(nodes):
+            return False  # two are the same
         kinds = [_types(node) for node in nodes]
         objects = [node for node, kind in zip(nodes, kinds, strict=True) if kind == {"object"}]
         others = [kind for kind in kinds if kind != {"object"}] + [{"object"}] * bool(objects)
@@ -165,15 +193,22 @@ class _Walk:
 
     def resolve(self, node: Any) -> Any:
         """Return the schema that this one refers to, if it is nothing but a reference."""
-        for _ in range(100):
-            if not (isinstance(node, dict) and _ENFORCED & node.keys() == {"$ref"}):
-                break
-            node = self.target(node["$ref"])
+        refs: list[str] = []
+        while isinstance(node, dict) and _ENFORCED & node.keys() == {"$ref"} and len(refs) < 100:
+            target = self.target(node["$ref"])
+            refs.append(node["$ref"])
+            node = self._ends.get(refs[-1], target)
+        self._ends.update(dict.fromkeys(refs, node))
         return node
 
     def target(self, ref: Any) -> Any:
         if not (isinstance(ref, str) and (ref == "#" or ref.startswith("#/"))):
             raise ValueError(f"$ref {str(ref)[:100]!r}: only #/... is followed, a place in the same schema")
+        if ref not in self._targets:
+            self._targets[ref] = self._find(ref)
+        return self._targets[ref]
+
+    def _find(self, ref: str) -> Any:
         node: Any = self.root
         for part in unquote(ref).split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")

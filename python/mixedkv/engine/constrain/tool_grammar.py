@@ -16,7 +16,7 @@ from mixedkv.engine.constrain.gbnf import convert
 from mixedkv.engine.constrain.json_schema import MOST_DIGITS, MOST_EXPONENT, closed_schema
 
 _RULE = re.compile(r"^([\w-]+) ::= (.*)$", re.MULTILINE)
-_PARTS = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|[A-Za-z][\w-]*')
+_PARTS = re.compile(r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|[A-Za-z][\w-]*')
 _CLOSED_TEXT = re.compile(r"ac-(\d+)")  # the number is that of the parser's node
 _SEVERAL = re.compile(r"\(tool-call\?? space\)\+")  # with ? where a call is the model's choice
 # A call's id may be a number, in which a model that repeats itself would write digits without end.
