@@ -28,13 +28,11 @@ SIZE = "SIZE"  # placeholder for a size in --help
 _WORDS = (  # parts of pydantic's messages, and our words for them
     (re.compile(r"^Value error, "), ""),
     (re.compile(r"a valid dictionary or instance of \w+"), "an object"),
-    (
-        re.compile(r"^Input tag ('.*') found using .* does not match any of the expected tags: "),
-        r"\1 is none of ",
-    ),
     (re.compile(r" after validation, not"), ", not"),
     (re.compile(r"^Extra inputs are not permitted"), "this field is not known: leave it out"),
 )
+_TAG, _FOUND, _TAGS = "Input tag '", "' found using ", " does not match any of the expected tags: "
+_LONGEST_TAG = 100  # characters: it is the client's
 _WORDS_OF_OPTIONS = (
     (re.compile("Input should be greater than or equal to"), "use at least"),
     (re.compile("Input should be less than or equal to"), "use at most"),
@@ -47,9 +45,22 @@ _T = TypeVar("_T", bound="DoorSettings")
 
 def in_words(message: str, *, of_option: bool = False) -> str:
     """Return one of pydantic's messages for those who send requests, or who give options."""
+    message = _tag_in_words(message)
     for theirs, ours in (*_WORDS, *(_WORDS_OF_OPTIONS if of_option else ())):
         message = theirs.sub(ours, message)
     return message
+
+
+def _tag_in_words(message: str) -> str:
+    """Say of the tag of a union that it is none of those there are. It may be a text of megabytes, which no
+    pattern goes through.
+    """
+    found, _, tags = message.rpartition(_TAGS)
+    if not (found and message.startswith(_TAG)):
+        return message
+    tag = found.rpartition(_FOUND)[0].removeprefix(_TAG)
+    more = "..." if len(tag) > _LONGEST_TAG else ""
+    return f"'{tag[:_LONGEST_TAG]}{more}' is none of {tags}"
 
 
 def option(

@@ -10,16 +10,20 @@ import signal
 import socket
 import subprocess
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from fastapi.exceptions import RequestValidationError
 
+from mixedkv.doors.settings import in_words
 from mixedkv.server.api.schemas import ChatRequest, CompletionRequest
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.fields import MAX_MESSAGES
-from mixedkv.server.http.json_body import BodyParser, parse
+from mixedkv.server.http.json_body import BodyParser, SaidOnce, parse, shown
 from mixedkv.server.pools import LARGE
 from support.patience import PATIENCE
 from support.remote_servers import redis_server
@@ -143,6 +147,55 @@ def test_values_are_counted_outside_texts() -> None:
         body = json.dumps({"prompt": "x", "more": many}).encode()
         with pytest.raises(ApiError, match="32768 objects, lists and fields, or 262144 values"):
             parse(CompletionRequest, body, strict=False)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "latin-1"])
+def test_other_encodings_than_utf8_are_refused(encoding: str) -> None:
+    """In them a letter may have the byte of a quote: U+0122, or one of a list's brackets."""
+    body = '{"user":"\u00c4","prompt":"x","more":[' + ",".join(["[]"] * 100) + "]}"
+    with pytest.raises(ApiError, match="the body is not in UTF-8"):
+        parse(CompletionRequest, body.encode(encoding), strict=False)
+    for ours in ("utf-8", "utf-8-sig"):
+        assert parse(CompletionRequest, body.encode(ours), strict=False)[0].prompt == "x"
+
+
+def test_parts_are_counted_whatever_the_content_type_is_spelled_like(server: Server) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 1, "more": [[]] * 40_000}).encode()
+    for kind in ("application/json", "application/JSON", "Application/Vnd.x+Json"):
+        url, headers = f"{server.url}/v1/completions", {"Content-Type": kind}
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=PATIENCE)
+        assert json.loads(refused.value.read())["error"]["code"] == "too_many_parts", kind
+
+
+NAMES = {"pairs": "a[]." * 1_900_000 + "!", "words": "a_" * 3_900_000, "dots": "a." * 3_900_000}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_field_of_any_length_is_unknown_at_once(name: str) -> None:
+    _, fields = parse(CompletionRequest, json.dumps({"prompt": "x", NAMES[name]: 1}).encode(), strict=False)
+    began = time.thread_time()
+    assert shown(fields.unknown) == ["(an odd name)"]
+    SaidOnce().ignored_fields("/v1/completions", fields.unknown)
+    assert time.thread_time() - began < 0.1
+
+
+def test_so_many_unknown_fields_are_told_and_no_more() -> None:
+    body = json.dumps({"prompt": "x", **{f"b{i}": i for i in range(30_000)}})
+    _, fields = parse(CompletionRequest, body.encode(), strict=False)
+    assert 0 < len(fields.unknown) <= 200
+
+
+def test_a_tag_of_any_length_is_quoted_in_part() -> None:
+    """The message of a union's error has the client's text in it, and patterns went through it."""
+    tag = "' found using ' does not match any of the expected tags: " * 100_000
+    body = json.dumps({"messages": [{"role": "user", "content": [{"type": tag}]}]}).encode()
+    began = time.thread_time()
+    with pytest.raises(RequestValidationError) as refused:
+        parse(ChatRequest, body, strict=False)
+    message = in_words(refused.value.errors()[0]["msg"])
+    assert time.thread_time() - began < 1
+    assert len(message) < 1000
 
 
 def test_large_bodies_leave_half_of_the_time_to_others() -> None:

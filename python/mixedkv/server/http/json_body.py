@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request
@@ -27,6 +28,7 @@ log = logging.getLogger("mixedkv.server")
 
 # what names of fields look like; anything else may be somebody's text, which is never logged
 _NAME = re.compile(r"([a-z][a-z_]{0,39}(\[\])?\.)*[a-zA-Z][a-zA-Z_]{0,39}", re.ASCII)
+_LONGEST_NAME = 200  # characters, with the names of what it is in
 _MOST_TOLD = 32  # names in one response
 _AS_ALWAYS = ("auto", "default", "standard_only")  # values that ask for the default
 _MOST = 200  # names that are logged, as clients can make any number up
@@ -43,7 +45,7 @@ class JSONRoute(APIRoute):
 
         async def handler(request: Request) -> Any:
             body = await request.body()
-            is_json = self.any_content_type or "json" in request.headers.get("content-type", "")
+            is_json = self.any_content_type or "json" in request.headers.get("content-type", "").lower()
             if not (isinstance(model, type) and issubclass(model, BaseModel)) or not body or not is_json:
                 return await handle(request)
             state = request.app.state
@@ -126,9 +128,10 @@ def parse(model: type[_M], body: bytes, strict: bool) -> tuple[_M, Fields]:
             reported.
         ApiError: 400, the body has too many parts.
     """
+    text = _text_of(body)
     _check_parts(body)
     try:
-        return read_fields(model, json.loads(body), strict)
+        return read_fields(model, json.loads(text), strict)
     except ValidationError as error:
         first: Any = error.errors(include_url=False, include_context=False, include_input=False)[0]
     except ValueError as error:
@@ -138,8 +141,25 @@ def parse(model: type[_M], body: bytes, strict: bool) -> tuple[_M, Fields]:
     raise RequestValidationError([{**first, "loc": ("body", *first["loc"])}])
 
 
+_BOM = b"\xef\xbb\xbf"  # which editors on Windows write before UTF-8
+
+
+def _text_of(body: bytes) -> str:
+    """Return a body's text. Only UTF-8 is taken: its parts can be counted in its bytes.
+
+    Raises:
+        ApiError: 400, it is in another encoding.
+    """
+    try:
+        if b"\0" not in body[:4]:  # UTF-16 and UTF-32 have zeros in the first brace
+            return body.removeprefix(_BOM).decode("utf-8")
+    except UnicodeDecodeError:
+        pass
+    raise ApiError(400, "the body is not in UTF-8: send JSON in UTF-8, whatever its charset", code="not_utf8")
+
+
 def _check_parts(body: bytes) -> None:
-    """Refuse a body that would take long to decode."""
+    """Refuse a body that would take long to decode. It is in UTF-8."""
     if _n_parts(body) <= _MAX_PARTS and body.count(b",") <= _MAX_VALUES:
         return
     unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
@@ -179,7 +199,8 @@ def read_fields(model: type[_M], value: Any, strict: bool) -> tuple[_M, Fields]:
 
 def _look(found: BaseModel, path: str, fields: Fields) -> None:
     if extra := found.__pydantic_extra__:
-        fields.unknown.update(path + name for name in extra)
+        for name in islice(extra, max(0, _MOST - len(fields.unknown))):
+            fields.unknown.add(path + name[: _LONGEST_NAME + 1])
         extra.clear()
     ignored = _ignored(type(found))
     for name in found.model_fields_set:
@@ -208,7 +229,7 @@ def shown(names: Iterable[str]) -> list[str]:
 
 
 def _shown(name: str) -> str:
-    return name if _NAME.fullmatch(name) else "(an odd name)"
+    return name if len(name) <= _LONGEST_NAME and _NAME.fullmatch(name) else "(an odd name)"
 
 
 class SaidOnce:
