@@ -209,3 +209,23 @@ def test_the_token_that_ends_the_answer_is_told_after_an_echo(server: Server, to
     assert len(found["tokens"]) == len(tokens) + 1
     assert found["token_logprobs"][-1] < 0
     assert found["text_offset"][-1] == len(found["text"])
+
+
+MANY = [[65 + i % 100 for i in range(2000)]] * 16
+TOO_LARGE: dict[str, dict[str, Any]] = {
+    "prompt_logprobs": {"prompt": MANY, "prompt_logprobs": 20},
+    "echo": {"prompt": "x " * 600_000, "n": 64, "echo": True, "overflow": "slide"},
+    "max_tokens": {"prompt": ["x"] * 64, "n": 2, "max_tokens": 2000, "logprobs": 20},
+}
+
+
+@pytest.mark.parametrize("field", TOO_LARGE)
+def test_an_answer_is_counted_before_it_is_made(server: Server, field: str) -> None:
+    status, answer, _ = server.request("POST", "/v1/completions", {"max_tokens": 1, **TOO_LARGE[field]})
+    assert (status, answer["error"]["param"]) == (400, field), answer
+    assert "this server gives 64000000 at a time" in answer["error"]["message"]
+
+
+def test_one_answer_may_have_the_log_probabilities_of_a_whole_context(server: Server) -> None:
+    body = {"prompt": "x", "max_tokens": 2000, "logprobs": 20, "stop": [" "]}
+    assert server.status("POST", "/v1/completions", body) == 200

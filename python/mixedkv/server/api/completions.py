@@ -10,6 +10,7 @@ from starlette.responses import Response
 from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.server.api.generation import (
     OpenAIAnswer,
+    check_echo,
     constraint_of,
     context_tokens,
     make_jobs,
@@ -66,6 +67,8 @@ def completion_jobs(
             ]
     except ValueError as error:
         raise prompt_error(error, "suffix" if body.suffix else "prompt") from None
+    if body.echo:
+        check_echo(server, body.prompts, body.n or 1)
     return make_jobs(
         server,
         body,

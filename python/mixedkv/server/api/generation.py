@@ -28,7 +28,8 @@ _SAMPLING = {each.name for each in fields(Sampling)} & GenerationFields.model_fi
     "logit_bias",
     "dry_sequence_breakers",
 }
-_MAX_LOGPROBS = 4_000_000  # in one request; each is 30 to 100 bytes of JSON
+MAX_ANSWER_BYTES = 64_000_000  # of the answer to one request, as it may become
+_LOGPROB_BYTES = 100  # of JSON, at most for most tokens
 
 
 def context_tokens(server: ServerState, session: Any, *, long: bool = False) -> list[int]:
@@ -99,7 +100,7 @@ def make_jobs(
     long = slides(server, body) and not images
     most_tokens = max_tokens if long else min(max_tokens, engine.n_ctx)
     _check_tokens(server, body, max_tokens)
-    _check_logprobs(n * len(prompts), most_tokens, n_logprobs)
+    _check_logprobs(n * len(prompts), most_tokens, engine.n_ctx, n_logprobs)
     _check_prompt_logprobs(server, body, prompts)
     _check_reuse(server, body)
     if images:
@@ -283,13 +284,34 @@ def _check_tokens(server: ServerState, body: GenerationFields, max_tokens: int) 
         )
 
 
-def _check_logprobs(n: int, n_tokens: int, n_logprobs: int | None) -> None:
-    """Refuse too many logprobs, which take a hundred times the memory of the text."""
-    if n * n_tokens * (n_logprobs or 0) > _MAX_LOGPROBS:
+def _check_logprobs(n: int, n_tokens: int, n_ctx: int, n_logprobs: int | None) -> None:
+    """Refuse too many logprobs, which take a hundred times the memory of the text. One answer may have those
+    of a whole context.
+    """
+    if n_logprobs is None:
+        return
+    each = (n_logprobs + 1) * _LOGPROB_BYTES
+    if n * n_tokens * each > max(MAX_ANSWER_BYTES, n_ctx * each):
         raise bad_request(
-            f"{n} answers of up to {n_tokens} tokens with {n_logprobs} logprobs each are more than the "
-            f"{_MAX_LOGPROBS} this server gives at a time: lower max_tokens, n or the number of logprobs",
+            f"{n} answers of up to {n_tokens} tokens with {n_logprobs} logprobs each may have "
+            f"{n * n_tokens * each} bytes, and this server gives {MAX_ANSWER_BYTES} at a time: lower "
+            "max_tokens, n or the number of logprobs",
             "max_tokens",
+        )
+
+
+def check_echo(server: ServerState, prompts: Sequence[str | Sequence[int]], n: int) -> None:
+    """Refuse to send prompts back that make the answer too large."""
+    pieces = server.engine.detokenizer
+    sizes = (
+        len(prompt) if isinstance(prompt, str) else sum(len(pieces[token]) for token in prompt)
+        for prompt in prompts
+    )
+    if (size := n * sum(sizes)) > MAX_ANSWER_BYTES:
+        raise bad_request(
+            f"echo: with n={n} the prompts have {size} characters in the answer, and this server gives "
+            f"{MAX_ANSWER_BYTES} at a time: send fewer, or lower n",
+            "echo",
         )
 
 
@@ -307,10 +329,10 @@ def _check_prompt_logprobs(
             "context_length_exceeded",
         )
     n = sum(map(len, prompts)) * (body.prompt_logprobs + 1)
-    if n > _MAX_LOGPROBS:
+    if n * _LOGPROB_BYTES > MAX_ANSWER_BYTES:
         raise bad_request(
-            f"prompt_logprobs: {n} are more than the {_MAX_LOGPROBS} this server gives at a time: ask for "
-            "fewer, or send fewer prompts",
+            f"prompt_logprobs: {n} may have {n * _LOGPROB_BYTES} bytes, and this server gives "
+            f"{MAX_ANSWER_BYTES} at a time: ask for fewer, or send fewer prompts",
             "prompt_logprobs",
         )
 
