@@ -35,9 +35,12 @@ def check_id(field: str, value: object) -> str:
     return value
 
 
+_UNDERSCORED = ("resp", "msg", "rs", "fc")  # as OpenAI and Anthropic write them; clients look at it
+
+
 def new_id(kind: str) -> str:
     """Return an id that cannot be guessed: 192 random bits after what it names, e.g. "session-..."."""
-    return f"{kind}-{secrets.token_urlsafe(_RANDOM_BYTES)}"
+    return f"{kind}{'_' if kind in _UNDERSCORED else '-'}{secrets.token_urlsafe(_RANDOM_BYTES)}"
 
 
 def _shown(value: str) -> str:

@@ -367,8 +367,8 @@ class Engine:
             longer = n_tokens < self._n_train
             remedy = f"a larger n_ctx, up to {self._n_train}" if longer else "a model with a longer context"
             raise ContextLengthError(
-                f"the prompt has {n_tokens} tokens, the context takes 1 to {self.n_ctx - 1}: shorten it, or "
-                f"use {remedy}",
+                f"the prompt has {n_tokens} tokens, which exceeds the available context size "
+                f"({self.n_ctx - 1} tokens): shorten it, or use {remedy}",
                 n_tokens,
                 self.n_ctx - 1,
             )

@@ -277,11 +277,13 @@ def go_on(
             row = logits_row(context, index, detokenizer.n_vocab)
             answer.end_by(logprob_of(row, token, request.n_logprobs))
         return None, "stop"
-    delta = _add(job, token, context, index, detokenizer)
+    text = piece(answer, token, detokenizer)
+    delta = _add(job, token, text, context, index, detokenizer)
     if answer.text.stopped:
-        return delta, "stop"
+        return delta, "stop" if answer.text.stopped_by else "length"
     is_full = len(job.tokens) >= n_ctx and not request.slides
-    return delta, "length" if job.n_answer >= request.max_tokens or is_full else ""
+    is_late = answer.out_of_time(text, now - (job.t_first or now))
+    return delta, "length" if job.n_answer >= request.max_tokens or is_full or is_late else ""
 
 
 def next_token(job: Job, context: Any, index: int, detokenizer: Detokenizer) -> int:
@@ -338,15 +340,17 @@ def _breaks_off(answer: AnswerState, thought: Thought, token: int, detokenizer: 
     return detokenizer.is_end(token) or thought.ends_within(piece(answer, token, detokenizer))
 
 
-def _add(job: Job, token: int, context: Any, index: int, detokenizer: Detokenizer) -> Delta | None:
-    """Add a token to the answer and return the text that is certain now."""
+def _add(
+    job: Job, token: int, text: bytes, context: Any, index: int, detokenizer: Detokenizer
+) -> Delta | None:
+    """Add a token with its text to the answer and return the text that is certain now."""
     answer, n_top, logprob = job.answer, job.request.n_logprobs, None
     if n_top is not None:
         logprob = logprob_of(logits_row(context, index, detokenizer.n_vocab), token, n_top)
     job.tokens.append(token)
     if answer.drafter is not None:
         answer.drafter.take(token)
-    return answer.add(piece(answer, token, detokenizer), logprob)
+    return answer.add(token, text, logprob)
 
 
 def piece(answer: AnswerState, token: int, detokenizer: Detokenizer) -> bytes:

@@ -36,6 +36,8 @@ class ApiError(Exception):
         message: what is wrong and what to do.
         param: the field it is about.
         code: for programs, e.g. "model_not_found".
+        kind: its type, if not that of the status.
+        numbers: further fields of the error.
     """
 
     def __init__(
@@ -46,20 +48,32 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        kind: str = "",
+        numbers: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = dict(headers or {})
+        self.headers, self.kind, self.numbers = dict(headers or {}), kind, dict(numbers or {})
+
+    @property
+    def _type(self) -> str:
+        """The type by the status, which is what Anthropic's clients know."""
+        return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def body(self) -> dict[str, Any]:
-        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+        error = {"message": self.message, "type": self.kind or self._type, "param": self.param}
+        return {"error": {**error, "code": self.code, **self.numbers}}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        """Return the error in Anthropic's form."""
+        error = {**self.body()["error"], "type": self._type}
+        return {"type": "error", "error": error}
 
     def response(self, path: str = "") -> Response:
         """Return the error in the format of the API at `path`: Anthropic's adds a type, Ollama's is the
         message alone.
         """
-        body = {"type": "error", **self.body()} if path.startswith("/v1/messages") else self.body()
+        body = self.anthropic_body() if path.startswith("/v1/messages") else self.body()
         if path.startswith("/api/"):
             body = {"error": self.message}
         # ASCII, since a message may quote text that cannot be encoded
@@ -76,7 +90,7 @@ def from_engine(error: Exception, param: str = "prompt") -> ApiError:
     if isinstance(error, ClosedError):
         return ApiError(503, "the server is shutting down", code="shutting_down")
     if isinstance(error, ContextLengthError):
-        return bad_request(message, param, "context_length_exceeded")
+        return _too_long(error, message, param)
     if isinstance(error, DeadEndError):
         return bad_request(message, message.partition(":")[0])
     if isinstance(error, EngineError):
@@ -86,8 +100,24 @@ def from_engine(error: Exception, param: str = "prompt") -> ApiError:
 
 def prompt_error(error: ValueError, param: str, where: str = "") -> ApiError:
     """Return the error for a prompt that cannot be tokenized."""
-    code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
-    return bad_request(f"{where}{error}", param, code)
+    message = f"{where}{error}"
+    if isinstance(error, ContextLengthError):
+        return _too_long(error, message, param)
+    return bad_request(message, param)
+
+
+def _too_long(error: ContextLengthError, message: str, param: str) -> ApiError:
+    """Return the error for a prompt that does not fit, by OpenAI's code and llama-server's type."""
+    if not error.n_tokens:
+        return bad_request(message, param, "context_length_exceeded")
+    return ApiError(
+        400,
+        message,
+        param=param,
+        code="context_length_exceeded",
+        kind="exceed_context_size_error",
+        numbers={"n_prompt_tokens": error.n_tokens, "n_ctx": error.most + 1},
+    )
 
 
 def no_key() -> ApiError:

@@ -27,8 +27,10 @@ from mixedkv.server.api import (
     context,
     embeddings,
     info,
+    input_tokens,
     kept_responses,
     llama_server,
+    llama_tokens,
     messages,
     ollama,
     responses,
@@ -55,6 +57,7 @@ _GENERATE = [  # endpoints that need a model which generates text
         chat_completions,
         completions,
         context,
+        input_tokens,
         kept_responses,
         llama_server,
         messages,
@@ -62,7 +65,8 @@ _GENERATE = [  # endpoints that need a model which generates text
         responses,
     )
 ]
-_OTHERS = [embeddings.router, info.router, ollama.models_router]
+_GENERATE.append(llama_tokens.template_router)
+_OTHERS = [embeddings.router, info.router, llama_tokens.router, ollama.models_router]
 
 
 def make_app(server: ServerState) -> FastAPI:

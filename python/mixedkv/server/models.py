@@ -120,9 +120,14 @@ def _model(given: str, i: int, settings: ServerSettings) -> tuple[str, Path]:
     named = _NAMED.fullmatch(given)
     if named and not Path(given).exists():
         return named[1], find_model(named[2])
-    name = settings.model_name if i == 0 else ""
     path = find_model(given)
-    return name or (path if is_of_hub(given) else Path(given)).stem, path
+    name = settings.model_name if i == 0 else ""
+    return name or _file_name(path if is_of_hub(given) else Path(given)), path
+
+
+def _file_name(path: Path) -> str:
+    """Return a file's name without `.gguf`; other dots are part of a name, as in qwen2.5-coder."""
+    return path.name.removesuffix(".gguf")
 
 
 def _adapter(given: str, models: Sequence[tuple[str, Path]]) -> tuple[str, str, str, float]:
@@ -136,7 +141,7 @@ def _adapter(given: str, models: Sequence[tuple[str, Path]]) -> tuple[str, str, 
             break
     if (scaled := _SCALED.fullmatch(file)) and not Path(file).exists():
         file, scale = scaled[1], float(scaled[2])
-    return name or Path(file).stem, parent, file, scale
+    return name or _file_name(Path(file)), parent, file, scale
 
 
 def _encoder(given: str, models: Sequence[tuple[str, Path]]) -> tuple[str, str]:
@@ -176,7 +181,7 @@ class Described:
 
     Args:
         path: the model's file.
-        parent: the model that this one is an adapter of.
+        parent: the model that this one is an adapter of; `adapter` and `scale`: its file and strength.
         size: of the cache, once it is in memory; `parallel`: how many answers are then made at a time.
         others: the other models by name; only in the default model's description.
 
@@ -193,6 +198,8 @@ class Described:
     generates: bool = True
     ranks: bool = False
     parent: str = ""
+    adapter: str = ""
+    scale: float = 1.0
     kv: str = ""
     size: str = ""
     parallel: int = 0
@@ -258,6 +265,8 @@ def description(settings: ServerSettings, model: ServedModel, file: ModelFile) -
         "model_name": model.name,
         "path": model.path,
         "parent": model.parent,
+        "adapter": Path(model.adapter).name,
+        "scale": model.scale,
         "generates": generates,
         "ranks": ranks(file),
         "chat_template": template,

@@ -336,8 +336,12 @@ class ServerSettings(DoorSettings):
 
     @property
     def origins(self) -> list[str]:
-        """Sites whose pages may call this server."""
-        return [name for name in self.allow if _ORIGIN.fullmatch(name)]
+        """Sites whose pages may call this server. With keys these are all, unless some are named: a page has
+        no key unless its user gives it one. Behind a Unix socket who connects there decides.
+        """
+        named = [name for name in self.allow if _ORIGIN.fullmatch(name)]
+        has_keys = bool(self.api_key_file or self.api_key)
+        return named or (["*"] if has_keys and not self.unix_socket else [])
 
     @property
     def hosts(self) -> list[str]:

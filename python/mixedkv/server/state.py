@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -199,6 +199,48 @@ def model_of(
         )
     if generates and not found.generates:
         raise _only_embeds(found)
+    return found
+
+
+def adapters(request: Request) -> list[ServerState]:
+    """Return the adapters on the model of this process, in the order of `--lora`."""
+    return [each for each in server_state(request).all if each.parent]
+
+
+class AdapterChoice(Protocol):
+    """An adapter by its place among `adapters`, and its strength."""
+
+    id: int
+    scale: float
+
+
+def adapter_of(
+    request: Request, name: str | None, lora: Sequence[AdapterChoice] | None, **options: bool
+) -> ServerState:
+    """Return the model of a request, as `model_of` does, or the adapter that its `lora` chooses. An adapter
+    is a model of its own here, with one strength.
+
+    Raises:
+        ApiError: as `model_of`; 400, no adapter is served with that id and strength, or several are chosen.
+    """
+    server = model_of(request, name, **options)
+    if lora is None:
+        return server
+    known = adapters(request)
+    if any(each.id >= len(known) for each in lora):
+        raise bad_request(f"lora: this model has {len(known)} adapters, with ids from 0", "lora")
+    chosen = [each for each in lora if each.scale]
+    if len(chosen) > 1:
+        raise bad_request("lora: adapters are not mixed here: give one of them a scale", "lora")
+    if not chosen:
+        return server_state(request)
+    found = known[chosen[0].id]
+    if abs(found.scale - chosen[0].scale) > 1e-6:
+        raise bad_request(
+            f"lora: {found.model_name!r} is served with scale {found.scale:g}: ask for that, or start "
+            f"the server with --lora NAME=FILE@{chosen[0].scale:g} too",
+            "lora",
+        )
     return found
 
 

@@ -7,6 +7,7 @@ another bias lets strings and objects end soon.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Coroutine, Iterator
 from typing import Annotated, Any
 
@@ -305,5 +306,17 @@ def test_anthropic(server: Server) -> None:
     )
     assert called.stop_reason == "tool_use"
     assert called.content[0].input["a"] in (1, 2)
+    form = {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}
+    for fields in ({"output_config": {"format": form}}, {"output_format": form}):
+        said = client.messages.create(
+            **{**options, "max_tokens": 100}, extra_body={"temperature": 0, **fields}
+        )
+        assert json.loads(said.content[0].text)["a"] in (1, 2)
+    with pytest.raises(anthropic.BadRequestError, match="tools"):
+        client.messages.create(
+            **options,
+            tools=[{"name": "choose", "input_schema": schema}],
+            extra_body={"output_config": {"format": form}},
+        )
     with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
         client.messages.create(**{**options, "max_tokens": 0})

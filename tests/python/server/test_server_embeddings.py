@@ -169,6 +169,24 @@ def test_every_form_of_input(server: Server, client: openai.OpenAI) -> None:
     assert server.request("GET", "/v1/models")[1]["data"][0]["meta"]["n_embd"] == expected.shape[1]
 
 
+def test_the_forms_of_llama_server(server: Server) -> None:
+    ids = server.post("/tokenize", {"content": TEXTS[0], "add_special": True})["tokens"]
+    rest = server.post("/detokenize", {"tokens": ids[3:]})["content"]
+    first, second = TEXTS[0][:5], TEXTS[0][5:]
+    parts = {"content": [{"type": "text", "text": first}, {"type": "text", "text": second}]}
+    given = [TEXTS[0], ids, [*ids[:3], rest], {"prompt_string": TEXTS[0]}, parts]
+
+    def vectors(given: Any) -> np.ndarray:
+        data = server.post("/v1/embeddings", {"input": given})["data"]
+        return np.array([item["embedding"] for item in data])
+
+    found = vectors(given)
+    assert len(found) == len(given)
+    assert np.abs(found - found[0]).max() < SAME
+    for alone in ([*ids[:3], rest], {"prompt_string": TEXTS[0]}, parts):
+        assert np.abs(vectors(alone) - found[:1]).max() < SAME
+
+
 # --- refusals ---
 
 
@@ -182,8 +200,11 @@ def test_every_form_of_input(server: Server, client: openai.OpenAI) -> None:
         ({"input": ["a"] * 2049}, "input", "2049 inputs, at most 2048"),
         ({"input": ["a", "word " * LIMIT * 2]}, "input", f"1 to {LIMIT} can be embedded"),
         ({"input": [10**6]}, "input", "token 1000000 is not one of"),
-        ({"input": ["a", 1]}, "input", "a list of texts"),
-        ({"input": {"text": "a"}}, "input", "a list of texts"),
+        ({"input": ["a", 1.5]}, "input.1", "token ids and texts"),
+        ({"input": {"text": "a"}}, "input.0.prompt_string", "required"),
+        ({"input": {"content": "a"}}, "input.0.content", "list"),
+        ({"input": {"content": [{"type": "image_url"}]}}, "input.0.content", "texts only"),
+        ({"input": {"prompt_string": "a", "multimodal_data": ["x"]}}, "input", "texts only"),
         ({"input": "a", "dimensions": 8}, "dimensions", "cannot be cut"),
     ],
 )
@@ -235,6 +256,16 @@ def test_a_model_that_only_embeds_says_so(bert: Server) -> None:
     assert bert.stats()["cache"]["cells_used"] == 0
     assert bert.status("GET", "/metrics") == 200
     assert bert.request("GET", "/v1/models/bert")[1]["meta"]["embedding_n_ctx"] == 128
+
+
+def test_tokens_and_properties_of_a_model_that_only_embeds(bert: Server) -> None:
+    """Clients of llama-server ask for them to cut texts before they embed them."""
+    tokens = bert.post("/tokenize", {"content": "hello", "add_special": True})["tokens"]
+    assert len(tokens) >= 3
+    assert bert.post("/detokenize", {"tokens": tokens[1:-1]})["content"]
+    _, props, _ = bert.request("GET", "/props")
+    assert props["default_generation_settings"]["n_ctx"] == 128
+    assert bert.status("POST", "/apply-template", {"messages": [{"role": "user", "content": "a"}]}) == 400
 
 
 def test_an_encoder_takes_its_longest_input(bert: Server) -> None:

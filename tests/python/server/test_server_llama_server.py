@@ -136,9 +136,13 @@ def test_a_long_prompt_ends_with_the_context(server: Server) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"n_predict": 0}, "/v1/warm"),
         ({"n_predict": -2}, "n_predict"),
-        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [1, None]}, "prompt"),
+        ({"prompt": ["a", 1.5]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"samplers": ["top_q"]}, "top_k"),
+        ({"samplers": "q"}, "letter"),
+        ({"lora": [{"id": 0, "scale": 1}]}, "0 adapters"),
         ({"grammar": 'root ::= "a"', "json_schema": {}}, "grammar and json_schema"),
         ({"logit_bias": [[1]]}, "logit_bias"),
         ({"session_id": "x"}, "session_id"),
@@ -170,9 +174,208 @@ def test_the_template_is_the_one_that_chats_are_written_with(tmp_path: Path) -> 
 
 
 def test_fields_about_slots_are_ignored_and_named(server: Server) -> None:
-    body = {**BODY, "id_slot": -1, "n_keep": 0, "samplers": ["top_k"]}
+    body = {**BODY, "id_slot": -1, "n_keep": 0}
     plain = server.post("/completion", BODY)
     status, answer, headers = server.request("POST", "/completion", body)
     assert (status, answer["content"]) == (200, plain["content"])
     named = headers["x-ignored-fields"].replace(" ", "").split(",")
-    assert sorted(named) == ["id_slot", "n_keep", "samplers"]
+    assert sorted(named) == ["id_slot", "n_keep"]
+
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0}
+_PLACES = {"/completion": BODY, "/v1/completions": BODY, "/v1/chat/completions": CHAT}
+
+
+@pytest.mark.parametrize("path", _PLACES)
+def test_no_tokens_evaluate_the_prompt(server: Server, path: str) -> None:
+    """As llama.vim warms the server up: what it then sends along finds the rows."""
+    n, body = f"{path} needs a prompt of its own. " * 4, _PLACES[path]
+    body = {**body, **({"prompt": n} if "prompt" in body else {"messages": [{"role": "user", "content": n}]})}
+    warmed = server.post(path, {**body, "n_predict": 0})
+    assert (
+        warmed["tokens_predicted"] if path == "/completion" else warmed["usage"]["completion_tokens"]
+    ) == 0
+    found = server.post(path, {**body, "n_predict": 3})
+    if path == "/completion":
+        assert found["tokens_predicted"] == 3
+        assert found["tokens_cached"] == found["tokens_evaluated"] - 1
+    else:
+        assert found["usage"]["completion_tokens"] == 3
+        assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == found["usage"]["prompt_tokens"] - 1
+
+
+def test_an_answer_tells_what_it_was_made_with(server: Server) -> None:
+    body = {
+        **BODY,
+        "seed": 7,
+        "stop": ["\n\n\n"],
+        "top_k": 5,
+        "logit_bias": {"9": 1.5},
+        "samplers": ["top_k"],
+    }
+    answer = server.post("/completion", body)
+    settings = answer["generation_settings"]
+    assert (settings["seed"], settings["n_predict"], settings["top_k"]) == (7, 8, 5)
+    assert settings["stop"] == ["\n\n\n"]
+    assert settings["samplers"] == ["top_k"]
+    assert settings["logit_bias"] == [{"token": 9, "bias": 1.5}]
+    assert answer["prompt"].endswith(PROMPT)
+    assert answer["has_new_line"] == ("\n" in answer["content"])
+    endless = server.post("/completion", {**BODY, "n_predict": -1})
+    assert endless["generation_settings"]["n_predict"] == -1
+
+
+def test_tokens_of_an_answer(server: Server) -> None:
+    assert server.post("/completion", BODY)["tokens"] == []
+    tokens = server.post("/completion", {**BODY, "return_tokens": True})["tokens"]
+    assert len(tokens) == 8
+    *pieces, end = server.events("/completion", BODY)
+    assert [token for piece in pieces for token in piece["tokens"]] == tokens[
+        : len(tokens) - len(end["tokens"])
+    ]
+    text = server.post("/detokenize", {"tokens": tokens})["content"]
+    assert text == server.post("/completion", BODY)["content"]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_fields_that_are_chosen(server: Server, is_streamed: bool) -> None:
+    body = {
+        **BODY,
+        "response_fields": ["content", "generation_settings/n_predict", "stop", "nothing", "stop/x"],
+    }
+    last = server.events("/completion", body)[-1] if is_streamed else server.post("/completion", body)
+    assert last.keys() == {"content", "generation_settings/n_predict", "stop"}
+    assert last["generation_settings/n_predict"] == 8
+    assert server.post("/completion", {**BODY, "response_fields": [""]}) == {}
+
+
+def test_an_answer_that_ends_with_the_context_is_truncated(server: Server) -> None:
+    body = {**BODY, "ignore_eos": True}
+    assert server.post("/completion", {**body, "n_predict": -1})["truncated"] is True
+    assert server.post("/completion", body)["truncated"] is False
+
+
+def test_prompts_of_texts_and_tokens(server: Server) -> None:
+    tokens = server.post("/tokenize", {"content": PROMPT, "add_special": True})["tokens"]
+    half = len(tokens) // 2
+    rest = server.post("/detokenize", {"tokens": tokens[half:]})["content"]
+    expected = server.post("/completion", BODY)["content"]
+    for prompt in ({"prompt_string": PROMPT}, tokens):
+        assert server.post("/completion", {**BODY, "prompt": prompt})["content"] == expected
+    both = server.post("/completion", {**BODY, "prompt": [*tokens[:half], rest]})
+    assert both["prompt"] == server.post("/completion", BODY)["prompt"]
+    several = server.post("/completion", {**BODY, "prompt": [PROMPT, tokens, {"prompt_string": PROMPT}]})
+    assert [each["content"] for each in several] == [expected] * 3
+
+
+def test_the_samplers_that_are_named_choose(server: Server) -> None:
+    """Without `temperature` among them it is 1; with `top_k` of 1 alone the likeliest is taken."""
+    body = {**BODY, "n_predict": 16, "seed": 3, "top_k": 1}
+    greedy = server.post("/completion", {**BODY, "n_predict": 16})["content"]
+    for samplers in (["top_k"], "k", ["temperature"], ["top_p", "top_k", "typ_p", "typical_p"]):
+        assert server.post("/completion", {**body, "samplers": samplers})["content"] == greedy
+    assert server.post("/completion", {**body, "samplers": []})["content"] != greedy
+    assert (
+        server.post("/completion", {**body, "samplers": "pt", "temperature": 5, "top_p": 1})["content"]
+        != greedy
+    )
+
+
+def test_samplers_have_their_order(server: Server) -> None:
+    """A nucleus of hot logits is wider than one that is cut before they are heated."""
+    body = {**BODY, "n_predict": 200, "ignore_eos": True, "seed": 5, "temperature": 3, "top_p": 0.5}
+    cold = server.post("/completion", {**body, "samplers": ["top_p", "temperature"], "return_tokens": True})
+    hot = server.post("/completion", {**body, "samplers": ["temperature", "top_p"], "return_tokens": True})
+    assert len(set(cold["tokens"])) < len(set(hot["tokens"]))
+
+
+def test_an_answer_ends_with_a_line_when_its_time_is_over(server: Server) -> None:
+    grammar = 'root ::= ("x" "\\n")+'
+    body = {**BODY, "grammar": grammar, "n_predict": 400, "t_max_predict_ms": 1}
+    answer = server.post("/completion", body)
+    assert answer["tokens_predicted"] < 400
+    assert answer["content"].endswith("\n")
+    assert (answer["stop_type"], answer["truncated"]) == ("limit", False)
+    without = server.post(
+        "/completion", {**BODY, "grammar": 'root ::= "x"+', "n_predict": 40, "t_max_predict_ms": 1}
+    )
+    assert without["tokens_predicted"] == 40  # no line ends
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_an_answer_ends_where_a_line_is_indented_too_little(server: Server, is_streamed: bool) -> None:
+    grammar = 'root ::= "a\\n    b\\n     c\\n  d\\n    e"'
+    body = {**BODY, "grammar": grammar, "n_predict": 200, "n_indent": 4}
+    events = server.events("/completion", body) if is_streamed else [server.post("/completion", body)]
+    assert "".join(event["content"] for event in events) == "a\n    b\n     c\n  "
+    assert events[-1]["stop_type"] == "limit"
+    assert server.post("/completion", {**body, "n_indent": 2})["content"].endswith("    e")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_speed_is_told_where_it_is_asked_for(server: Server, path: str) -> None:
+    body = {**_PLACES[path], "n_predict": None, "max_tokens": 5, "timings_per_token": True}
+    times = server.post(path, body)["timings"]
+    assert times["predicted_n"] == 5
+    assert times["predicted_per_second"] == pytest.approx(4 / times["predicted_ms"] * 1000, rel=0.01)
+    assert "timings" not in server.post(path, {**body, "timings_per_token": None})
+    events = server.events(path, {**body, "stream_options": {"include_usage": True}})
+    told = [event["timings"]["predicted_n"] for event in events if "timings" in event]
+    assert len(told) >= 3
+    assert told == sorted(told)
+    assert "timings" in events[-1]
+    if path == "/v1/chat/completions":
+        assert "timings" not in events[0]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_verbose_answer_tells_its_prompt(server: Server, path: str) -> None:
+    body = {**_PLACES[path], "n_predict": 2}
+    told = server.post(path, {**body, "verbose": True})["__verbose"]
+    assert PROMPT in told["prompt"]
+    assert (told["tokens_predicted"], told["generation_settings"]["n_predict"]) == (2, 2)
+    assert "__verbose" not in server.post(path, {**body, "verbose": False})
+    assert server.status("POST", path, {**body, "verbose": True, "stream": True}) == 400
+
+
+def test_speed_and_progress_of_a_response(server: Server) -> None:
+    body = {"input": "The speed of a response is told. " * 60, "max_output_tokens": 6, "temperature": 0}
+    lines = server.post(
+        "/v1/responses", {**body, "stream": True, "timings_per_token": True, "return_progress": True}
+    ).splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    progress = [event for event in events if "prompt_progress" in event]
+    assert all(event["type"] == "response.in_progress" for event in progress)
+    assert progress
+    timed = {event["type"] for event in events if "timings" in event}
+    assert timed == {"response.output_text.delta", events[-1]["type"]}
+
+
+def test_the_first_token_takes_no_step(server: Server) -> None:
+    times = server.post("/completion", {**BODY, "n_predict": 1})["timings"]
+    assert (times["predicted_n"], times["predicted_per_second"], times["predicted_per_token_ms"]) == (
+        1,
+        0.0,
+        0.0,
+    )
+
+
+@pytest.mark.parametrize("path", ["/completion", "/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_a_prompt_that_is_too_long_has_llama_servers_type(server: Server, path: str) -> None:
+    text = "The mill is old. " * 3000
+    body = {"prompt": text} if "chat" not in path else {"messages": [{"role": "user", "content": text}]}
+    status, answer, _ = server.request("POST", path, {"input": text} if "responses" in path else body)
+    error = answer["error"]
+    assert (status, error["type"], error["code"]) == (
+        *(400, "exceed_context_size_error", "context_length_exceeded"),
+    )
+    assert error["n_prompt_tokens"] > error["n_ctx"] == N_CTX
+    assert "exceeds the available context size" in error["message"]
+
+
+def test_tokens_of_prompts_are_counted(server: Server) -> None:
+    expected = server.post("/v1/chat/completions", {**CHAT, "max_tokens": 1})["usage"]["prompt_tokens"]
+    for path in ("/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"):
+        assert server.post(path, CHAT)["input_tokens"] == expected
+    assert server.post("/v1/responses/input_tokens", {"input": PROMPT})["input_tokens"] == expected

@@ -96,6 +96,48 @@ def test_they_are_listed(server: Server) -> None:
     ]
 
 
+def test_an_adapter_is_chosen_as_llama_server_does(server: Server) -> None:
+    """By its place and the strength that it has."""
+    listed = server.request("GET", "/lora-adapters?model=base")[1]
+    told = [(each["id"], each["name"], each["scale"]) for each in listed]
+    assert told == [(0, "odd", 1.0), (1, "even", 0.5)]
+    answers = {name: first(ask(server, name, use_kv_cache=False)) for name in ("base", "odd", "even")}
+    for lora, name in (
+        ([], "base"),
+        ([{"id": 0, "scale": 0.0}], "base"),
+        ([{"id": 0, "scale": 1.0}], "odd"),
+        ([{"id": 0, "scale": 0}, {"id": 1, "scale": 0.5}], "even"),
+    ):
+        for asked in ("base", "odd"):
+            assert first(ask(server, asked, lora=lora, use_kv_cache=False)) == answers[name]
+    body = {"prompt": RECALL.prompt, "n_predict": 2, "model": "base"}
+    assert server.post("/completion", {**body, "lora": [{"id": 1, "scale": 0.5}]})["model"] == "even"
+    for lora, says in (
+        ([{"id": 2, "scale": 1}], "has 2 adapters"),
+        ([{"id": 1, "scale": 1}], "scale 0.5"),
+        ([{"id": 0, "scale": 1}, {"id": 1, "scale": 0.5}], "not mixed"),
+        ([{"id": -1, "scale": 1}], "greater"),
+    ):
+        status, answer, _ = server.request("POST", "/completion", {**body, "lora": lora})
+        assert (status, says in answer["error"]["message"]) == (400, True), answer
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("qwen2.5-coder", "qwen2.5-coder"),
+        ("smollm2", "smollm2"),
+        ("models/Qwen2.5-Coder-0.5B.Q8_0.gguf", "Qwen2.5-Coder-0.5B.Q8_0"),
+        ("models/phi-3.5", "phi-3.5"),
+        ("mine=models/phi-3.5.gguf", "mine"),
+    ],
+)
+def test_a_name_keeps_its_dots(monkeypatch: pytest.MonkeyPatch, given: str, name: str) -> None:
+    monkeypatch.setattr("mixedkv.server.models.find_model", Path)
+    settings = ServerSettings(model=(given,), lora=("models/v1.5.lora.gguf",))
+    assert [each.name for each in served_models(settings)] == [name, "v1.5.lora"]
+
+
 def test_an_adapter_answers_as_llama_cpp_has_it(server: Server, files: dict[str, Path]) -> None:
     """Each as a `Llama` by itself; without a name the first model."""
     answers = {name: first(ask(server, name, use_kv_cache=False)) for name in NAMES}

@@ -157,3 +157,21 @@ def test_it_is_counted_as_embeddings_are(server: Server) -> None:
     before = inputs()
     rerank(server)
     assert inputs() - before == len(DOCUMENTS)
+
+
+@pytest.mark.parametrize("top_n", [None, 1, 99])
+def test_the_form_of_tei(server: Server, top_n: int | None) -> None:
+    body = {"query": QUERY, "texts": DOCUMENTS, "top_n": top_n, "return_text": True}
+    found = server.post("/rerank", body, key=KEY)
+    expected = rerank(server)["results"][:top_n]
+    assert [each["index"] for each in found] == [each["index"] for each in expected]
+    assert [each["score"] for each in found] == [each["relevance_score"] for each in expected]
+    assert all(each["text"] == DOCUMENTS[each["index"]] for each in found)
+    assert "text" not in server.post("/rerank", {"query": QUERY, "texts": DOCUMENTS}, key=KEY)[0]
+
+
+def test_documents_and_texts_exclude_each_other(server: Server) -> None:
+    for given in ({}, {"texts": ["a"], "documents": ["a"]}):
+        status, answer, _ = server.request("POST", "/rerank", {"query": QUERY, **given}, key=KEY)
+        assert status == 400
+        assert "texts" in answer["error"]["message"]

@@ -73,8 +73,8 @@ def test_a_client_and_a_stream(server: Server) -> None:
 
 def test_a_history_with_a_message_that_says_nothing(server: Server) -> None:
     messages = [{"role": "user", "content": "Where?"}, {"role": "assistant"}]
-    server.post("/v1/context", {"model": MODEL, "session_id": "resp-mine", "messages": messages}, key=ANNA)
-    assert create(server, "hi", previous_response_id="resp-mine")["status"]
+    server.post("/v1/context", {"model": MODEL, "session_id": "resp_mine", "messages": messages}, key=ANNA)
+    assert create(server, "hi", previous_response_id="resp_mine")["status"]
 
 
 def test_two_go_on_from_one(server: Server) -> None:
@@ -97,7 +97,7 @@ def test_what_is_not_kept_is_unknown(server: Server, key: str) -> None:
     not_kept = create(server, "Hello", store=False)["id"]
     server.post("/v1/context", {"model": MODEL, "session_id": "mine", "prompt": "Hello"}, key=ANNA)
     try:
-        for unknown in ["resp-0123", "mine", not_kept, *([kept] if key == BEN else [])]:
+        for unknown in ["resp_0123", "mine", not_kept, *([kept] if key == BEN else [])]:
             body = {"input": "And?", "previous_response_id": unknown}
             status, answer, _ = server.request("POST", PATH, body, key=key)
             assert (status, answer["error"]["code"]) == (404, "previous_response_not_found"), unknown

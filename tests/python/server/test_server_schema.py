@@ -28,9 +28,11 @@ _PLAIN = (
     "GET /api/tags",
     "GET /api/version",
     "GET /props",
+    "GET /lora-adapters",
 )
 _EVALUATING = (
     "POST /v1/chat/completions",
+    "POST /v1/chat/completions/input_tokens",
     "POST /v1/completions",
     "POST /v1/context",
     "POST /v1/warm",
@@ -38,6 +40,7 @@ _EVALUATING = (
     "POST /v1/messages",
     "POST /v1/messages/count_tokens",
     "POST /v1/responses",
+    "POST /v1/responses/input_tokens",
     "POST /tokenize",
     "POST /detokenize",
     "POST /apply-template",

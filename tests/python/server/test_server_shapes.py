@@ -219,7 +219,9 @@ def test_what_a_client_reads_of_a_prompt_that_is_too_long(server: Server) -> Non
     first, later = claude_code(1), claude_code(1)
     first["messages"] = [{"role": "user", "content": "word " * 9000}]
     later["messages"][0]["content"][2]["text"] = "word " * 9000
-    says = r"has \d+ tokens, the context takes 1 to \d+: shorten it, or use a model with a longer context"
+    says = (
+        r"has \d+ tokens, which exceeds the available context size \(\d+ tokens\): shorten it, or use a model"
+    )
     for body, message in ((first, says), (later, r"^prompt is too long: \d+ tokens > \d+ maximum: ")):
         status, answer, _ = server.request("POST", "/v1/messages", body)
         assert status == 400

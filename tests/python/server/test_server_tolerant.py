@@ -147,6 +147,25 @@ def test_pages_of_allowed_sites(server: Server) -> None:
     assert (status, headers["access-control-allow-origin"]) == (403, None)
 
 
+@pytest.mark.parametrize(
+    ("allowed", "allows"),
+    [((), ["*", "*"]), (("--allow", SITE), [SITE, None]), (("--allow", "*"), ["*", "*"])],
+)
+def test_pages_with_a_key(allowed: tuple[str, ...], allows: list[str | None]) -> None:
+    """Every site's, unless some are named: a page has no key but the one that its user gives it."""
+    wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    with running("--n-ctx", "1024", "--api-key", KEY, *allowed) as server:
+        for site, allowed_site in zip((SITE, "https://other.example.org"), allows, strict=True):
+            status, headers = ask(server, "/v1/models", {"Origin": site, **wanted}, "OPTIONS")
+            assert status == (200 if allowed_site else 400)
+            assert headers["access-control-allow-origin"] == allowed_site
+            assert headers["access-control-allow-credentials"] is None
+            for key, status in ((KEY, 200), ("another", 401)):
+                given = {"Origin": site, "Authorization": f"Bearer {key}"}
+                found, headers = ask(server, "/v1/models", given)
+                assert (found, headers["access-control-allow-origin"]) == (status, allowed_site)
+
+
 def test_names_of_the_server(server: Server) -> None:
     assert ask(server, "/v1/models", {"Host": "box.example.org:8000"})[0] == 200
     assert ask(server, "/v1/models", {"Host": "other.example.org"})[0] == 403

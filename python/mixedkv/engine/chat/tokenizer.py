@@ -39,6 +39,7 @@ _SPECIAL = (
     | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 )
 _CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
+_SNIPPET = "\n\n--- snippet ---\n\n"  # llama-server's, between files
 _MAX_SPECIAL = 2000
 
 
@@ -105,7 +106,10 @@ class Tokenizer:
         size, largest = len(text.encode("utf-8")), n_ctx * self._longest
         if self._longest and size > largest:
             raise ContextLengthError(
-                f"the text has {size} bytes, {n_ctx} tokens of this model have {largest} at most: shorten it"
+                f"the text has {size} bytes, which exceeds the available context size: {n_ctx} tokens of "
+                f"this model have {largest} at most: shorten it",
+                -(-size // self._longest),
+                n_ctx - 1,
             )
 
     def _longest_token(self) -> int:
@@ -205,28 +209,74 @@ class Tokenizer:
             return self.tokenize(prompt, start=start, special=True, n_ctx=INT32_MAX if long else None)
         return check_tokens("prompt", prompt, self.n_vocab)
 
+    def mixed(self, parts: Sequence[int | str], *, special: bool = True, long: bool = False) -> list[int]:
+        """Return the tokens of a raw prompt of tokens and texts.
+
+        Raises:
+            ValueError: as `prompt`.
+        """
+        if all(isinstance(part, int) for part in parts):
+            return check_tokens("prompt", cast("Sequence[int]", parts), self.n_vocab)
+        tokens: list[int] = []
+        for part in parts:
+            if isinstance(part, str):
+                n_ctx = INT32_MAX if long else None
+                tokens += self.tokenize(part, start=not tokens, special=special, n_ctx=n_ctx)
+            else:
+                tokens += check_tokens("prompt", [part], self.n_vocab)
+        return tokens
+
     def infill(
-        self, before: str, after: str, *, beginning: str = "", files: Sequence[tuple[str, str]] = ()
+        self,
+        before: str,
+        after: str,
+        *,
+        beginning: str = "",
+        files: Sequence[tuple[str, str]] = (),
+        room: int | None = None,
     ) -> list[int]:
-        """Return the tokens of a prompt for infilling: the text missing between two others.
+        """Return the tokens of a prompt for infilling: the text missing between two others, as llama-server
+        writes it.
 
         Args:
             beginning: of what is missing.
-            files: names and texts of other files, for models that take them.
+            files: names and texts of other files.
+            room: most tokens. Of the two texts those next to what is missing stay, three quarters of the room
+                for the one before it, and of the files the last tokens that then fit. None takes all.
 
         Raises:
             ValueError: the model was not made for infilling, or the texts are too long.
         """
         if not self.infills:
             raise ValueError("this model has no tokens for infilling (FIM): serve one that was made for it")
-        if files and self._fim_file < 0:
-            raise ValueError("input_extra: this model has no token for other files: leave it out")
         prefix, suffix, middle = self._fim
-        tokens = self.tokenize("", start=True)
+        most = (
+            INT32_MAX if room is None or not self._longest else room * self._longest
+        )  # characters that can stay
+        start, begun = self.tokenize("", start=True), self.tokenize(beginning, start=False)
+        first = self.tokenize(before[-most:], start=False)
+        last = self.tokenize(after[:most], start=False)
+        extra = self._other_files([(name, text[-most:]) for name, text in files])
+        if room is not None:
+            left = max(0, room - len(start) - len(begun) - 3)
+            last = last[: max(left // 4, left - len(first))]
+            first = _last(first, left - len(last))
+            extra = _last(extra, left - len(last) - len(first))
+        return [*start, *extra, prefix, *first, suffix, *last, middle, *begun]
+
+    def _other_files(self, files: Sequence[tuple[str, str]]) -> list[int]:
+        """Return the tokens of other files, with the model's token between them or else a line."""
+        repository, separator = llama_cpp.llama_vocab_fim_rep(self._vocab), self._fim_file
+        tokens = [repository, *self.tokenize("myproject\n", start=False)] if repository >= 0 else []
         for name, text in files:
-            tokens += [self._fim_file, *self.tokenize(f"{name}\n{text}", start=False)]
-        tokens += [prefix, *self.tokenize(before, start=False), suffix, *self.tokenize(after, start=False)]
-        return [*tokens, middle, *self.tokenize(beginning, start=False)]
+            if separator >= 0:
+                tokens += [separator, *self.tokenize(f"{name}\n", start=False)]
+            else:
+                tokens += self.tokenize(_SNIPPET, start=False)
+            tokens += self.tokenize(text, start=False)
+        if separator >= 0:
+            tokens += [separator, *self.tokenize("filename\n", start=False)]
+        return tokens
 
     def pair(self, query: str, document: str, *, n_ctx: int) -> list[int]:
         """Return the tokens of a query and a document for a ranking model, joined by the model's own template
@@ -280,7 +330,7 @@ class Tokenizer:
         """
         rendered = self.rendered(chat)
         start = start and not rendered.begins
-        return self._with_images(rendered.text, chat.images, start=start, long=long), rendered
+        return self.with_images(rendered.text, chat.images, start=start, long=long), rendered
 
     def _format(self, messages: Messages) -> Any:
         if self._formatter is None:
@@ -308,14 +358,17 @@ class Tokenizer:
         """True if the model thinks: its chats are then always rendered and read by llama.cpp's chat layer."""
         return self._renderer.thinks
 
-    def _with_images(self, text: str, images: Sequence[PromptImage], *, start: bool, long: bool) -> list[int]:
+    def with_images(self, text: str, images: Sequence[PromptImage], *, start: bool, long: bool) -> list[int]:
+        """Return the tokens of a text that has `MARK` in the place of each image.
+
+        Raises:
+            ValueError: it has more places or fewer.
+        """
         if not images:
             return self.prompt(text, start=start, long=long)
         first, *others = text.split(MARK)
         if len(others) != len(images):
-            raise ValueError(
-                f"messages: of {len(images)} images the model's chat template shows {len(others)}"
-            )
+            raise ValueError(f"messages: of {len(images)} images the prompt shows {len(others)}")
         tokens = self.prompt(first, start=start, long=long)
         for image, piece in zip(images, others, strict=True):
             tokens += [*image.tokens, *self.prompt(piece, start=False, long=long)]
@@ -357,6 +410,10 @@ class Tokenizer:
 
     def _piece_text(self, token: int) -> str:
         return llama_cpp.llama_vocab_get_text(self._vocab, token).decode("utf-8") if token >= 0 else ""
+
+
+def _last(tokens: list[int], n: int) -> list[int]:
+    return tokens[len(tokens) - min(n, len(tokens)) :]
 
 
 def find_format(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -125,12 +126,17 @@ class AnswerState:
         self.thought, self.trigger, self.drafter = thought, trigger, drafter
         self.prompt_logprobs = prompt_logprobs
         self.shown, self.stop_tokens = frozenset(request.shown), frozenset(request.stop_tokens)
-        self.text = TextStream(request.stop)
+        self.text = TextStream(request.stop, request.n_indent)
+        self.tokens = array("i")
+        self._n_delivered = 0  # of the tokens
+        self.has_new_line = self.late = False
         self._pieces: list[str] = []
         self._logprobs: list[tuple[int, TokenLogprob]] = []  # with the character where the token starts
 
-    def add(self, piece: bytes, logprob: TokenLogprob | None) -> Delta | None:
-        """Add a token's text; return what can be delivered now, if anything."""
+    def add(self, token: int, piece: bytes, logprob: TokenLogprob | None) -> Delta | None:
+        """Add a token and its text; return what can be delivered now, if anything."""
+        self.tokens.append(token)
+        self.has_new_line = self.has_new_line or b"\n" in piece
         start = self.text.n_seen
         released = self.text.feed(piece)
         if logprob is not None:
@@ -138,7 +144,16 @@ class AnswerState:
         if not self.request.stream:
             self._pieces.append(released)
             return None
-        return Delta(released, self._certain_logprobs()) if released else None
+        if not released:
+            return None
+        begin, self._n_delivered = self._n_delivered, len(self.tokens)
+        return Delta(released, self._certain_logprobs(), self.tokens[begin:])
+
+    def out_of_time(self, piece: bytes, seconds: float) -> bool:
+        """Return whether the answer ends with the line that a token ends, having taken so long."""
+        most = self.request.max_seconds
+        self.late = most is not None and seconds > most and b"\n" in piece
+        return self.late
 
     def end_by(self, logprob: TokenLogprob) -> None:
         """Note the token that ends the answer, which has no text. Who scores a prompt counts on it."""
@@ -190,10 +205,13 @@ class CallTrigger:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next piece of an answer's text, and the tokens that end in it."""
+    """The next piece of an answer's text, with the log probabilities of the tokens that end in it. `tokens`
+    are those that were chosen since the piece before.
+    """
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    tokens: Seq[int] = ()
     last: ClassVar = False
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,38 @@ class Sampler:
         """Yield the samplers in llama.cpp's order."""
         if sampling.logit_bias:
             yield _bias(self._n_vocab, sampling.logit_bias)
+        if sampling.samplers is not None and not sampling.mirostat:
+            for name in sampling.samplers:
+                yield from self._named(name, vocab, sampling, n_ctx)
+            yield _draw(sampling, adapts="adaptive_p" in sampling.samplers)
+            return
+        yield from self._penalties(sampling, n_ctx)
+        if sampling.dry_multiplier > 0:
+            yield _dry(vocab, sampling, n_ctx)
+        if sampling.temperature <= 0:
+            yield llama_cpp.llama_sampler_init_greedy()
+        elif sampling.mirostat:
+            yield from self._mirostat(sampling)
+        else:
+            for cut in _CUTS.values():
+                yield from cut(sampling)
+            yield _temperature(sampling)
+            yield _draw(sampling)
+
+    def _named(self, name: str, vocab: Any, sampling: Sampling, n_ctx: int) -> Iterable[Any]:
+        """Yield the sampler of this name, if it does anything."""
+        if name == "penalties":
+            yield from self._penalties(sampling, n_ctx)
+        elif name == "dry" and sampling.dry_multiplier > 0:
+            yield _dry(vocab, sampling, n_ctx)
+        elif name == "temperature":
+            yield _temperature(sampling)
+        elif name == "infill":
+            yield llama_cpp.llama_sampler_init_infill(vocab)
+        elif name in _CUTS:
+            yield from _CUTS[name](sampling)
+
+    def _penalties(self, sampling: Sampling, n_ctx: int) -> Iterable[Any]:
         if sampling.repeat_penalty != 1.0:
             yield llama_cpp.llama_sampler_init_penalties(
                 self._n_vocab, REPEAT_LAST_N, sampling.repeat_penalty, 0.0, 0.0
@@ -66,18 +98,6 @@ class Sampler:
             yield llama_cpp.llama_sampler_init_penalties(
                 self._n_vocab, n_ctx, 1.0, sampling.frequency_penalty, sampling.presence_penalty
             )
-        if sampling.dry_multiplier > 0:
-            yield _dry(vocab, sampling, n_ctx)
-        if sampling.temperature <= 0:
-            yield llama_cpp.llama_sampler_init_greedy()
-        elif sampling.mirostat:
-            yield from self._mirostat(sampling)
-        else:
-            yield from _cuts(sampling)
-            yield llama_cpp.llama_sampler_init_temp_ext(
-                sampling.temperature, sampling.dynatemp_range, sampling.dynatemp_exponent
-            )
-            yield _draw(sampling)
 
     def _mirostat(self, sampling: Sampling) -> Iterable[Any]:
         yield llama_cpp.llama_sampler_init_temp(sampling.temperature)
@@ -230,27 +250,38 @@ def logprob_of(logits: npt.NDArray[np.float32], token: int, n_top: int) -> Token
     return TokenLogprob(token, float(row[token]), top)
 
 
-def _cuts(sampling: Sampling) -> Iterable[Any]:
-    """Yield the truncation samplers that are on, in llama.cpp's order."""
-    if sampling.top_n_sigma > 0:
-        yield llama_cpp.llama_sampler_init_top_n_sigma(sampling.top_n_sigma)
-    if sampling.top_k > 0:
-        yield llama_cpp.llama_sampler_init_top_k(sampling.top_k)
-    if sampling.typical_p < 1:
-        yield llama_cpp.llama_sampler_init_typical(sampling.typical_p, 1)
-    if sampling.top_p < 1:
-        yield llama_cpp.llama_sampler_init_top_p(sampling.top_p, 1)
-    if sampling.min_p > 0:
-        yield llama_cpp.llama_sampler_init_min_p(sampling.min_p, 1)
-    if sampling.xtc_probability > 0:
-        yield llama_cpp.llama_sampler_init_xtc(
-            sampling.xtc_probability, sampling.xtc_threshold, 1, sampling.seed
-        )
+def _xtc(sampling: Sampling) -> Any:
+    return llama_cpp.llama_sampler_init_xtc(
+        sampling.xtc_probability, sampling.xtc_threshold, 1, sampling.seed
+    )
 
 
-def _draw(sampling: Sampling) -> Any:
+def _where(is_on: bool, make: Callable[[], Any]) -> list[Any]:
+    return [make()] if is_on else []
+
+
+# The truncation samplers by name, in llama.cpp's order; each makes its sampler where it is on.
+_CUTS: dict[str, Callable[[Sampling], list[Any]]] = {
+    "top_n_sigma": lambda s: _where(
+        s.top_n_sigma > 0, lambda: llama_cpp.llama_sampler_init_top_n_sigma(s.top_n_sigma)
+    ),
+    "top_k": lambda s: _where(s.top_k > 0, lambda: llama_cpp.llama_sampler_init_top_k(s.top_k)),
+    "typ_p": lambda s: _where(s.typical_p < 1, lambda: llama_cpp.llama_sampler_init_typical(s.typical_p, 1)),
+    "top_p": lambda s: _where(s.top_p < 1, lambda: llama_cpp.llama_sampler_init_top_p(s.top_p, 1)),
+    "min_p": lambda s: _where(s.min_p > 0, lambda: llama_cpp.llama_sampler_init_min_p(s.min_p, 1)),
+    "xtc": lambda s: _where(s.xtc_probability > 0, lambda: _xtc(s)),
+}
+
+
+def _temperature(sampling: Sampling) -> Any:
+    return llama_cpp.llama_sampler_init_temp_ext(
+        sampling.temperature, sampling.dynatemp_range, sampling.dynatemp_exponent
+    )
+
+
+def _draw(sampling: Sampling, *, adapts: bool = True) -> Any:
     """Return the sampler that picks the token."""
-    if sampling.adaptive_target >= 0:
+    if adapts and sampling.adaptive_target >= 0:
         return llama_cpp.llama_sampler_init_adaptive_p(
             sampling.adaptive_target, sampling.adaptive_decay, sampling.seed
         )

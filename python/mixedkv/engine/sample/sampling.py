@@ -11,6 +11,20 @@ from typing import Any
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.limits import RANGES, check_sampling
 
+SAMPLERS = {  # llama.cpp's names, in its order, and its letters for them
+    "penalties": "e",
+    "dry": "d",
+    "top_n_sigma": "s",
+    "top_k": "k",
+    "typ_p": "y",
+    "top_p": "p",
+    "min_p": "m",
+    "xtc": "x",
+    "temperature": "t",
+    "infill": "i",
+    "adaptive_p": "a",
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
@@ -32,6 +46,8 @@ class Sampling:
             off.
         repeat_penalty: penalty for the last 64 tokens, including the prompt's; 1 switches it off.
         frequency_penalty, presence_penalty: penalties for the answer's tokens, as OpenAI defines them.
+        samplers: which samplers choose, in this order, as llama.cpp names them; those left out do nothing.
+            None for all of them, in llama.cpp's order. Mirostat has an order of its own.
         seed: seed of the random choice.
         logit_bias: pairs of a token id and a number to add to its logit.
         constraint: constraint that the answer must follow.
@@ -63,6 +79,7 @@ class Sampling:
     repeat_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    samplers: tuple[str, ...] | None = None
     seed: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     constraint: Constraint | None = None
@@ -72,11 +89,13 @@ class Sampling:
             check_sampling(name, getattr(self, name))
         if not isinstance(self.logit_bias, tuple) or not all(map(_is_bias, self.logit_bias)):
             raise ValueError(f"logit_bias={self.logit_bias!r:.80}: use pairs of a token id and a number")
+        if unknown := [name for name in self.samplers or () if name not in SAMPLERS]:
+            raise ValueError(f"samplers: {unknown[0]!r:.40} is none, there are {', '.join(SAMPLERS)}")
 
     @property
     def greedy(self) -> bool:
         """True if the likeliest token is always taken."""
-        return self.temperature <= 0
+        return self.temperature <= 0 and (self.samplers is None or "temperature" in self.samplers)
 
 
 def _is_bias(pair: object) -> bool:

@@ -34,6 +34,8 @@ class Request:
         stop_tokens: tokens that end the answer, beside the model's own.
         min_tokens: the answer does not end by a token before it has so many.
         ignore_end: the model's own end tokens do not end the answer.
+        n_indent: the answer ends where a line, but the first, begins with fewer spaces and tabs; 0 for any.
+        max_seconds: after its first token; the answer ends with the line in which they are over. None: never.
         stream: deliver text while it is generated, instead of all of it at the end.
         n_logprobs: how many of the likeliest tokens to tell with each token; None for no logprobs.
         prompt_logprobs: the same for the prompt's tokens; the whole prompt is then evaluated.
@@ -72,6 +74,8 @@ class Request:
     stop_tokens: Sequence[int] = ()
     min_tokens: int = 0
     ignore_end: bool = False
+    n_indent: int = 0
+    max_seconds: float | None = None
     stream: bool = False
     n_logprobs: int | None = None
     prompt_logprobs: int | None = None

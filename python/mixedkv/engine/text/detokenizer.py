@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -61,20 +62,26 @@ def stop_strings(stop: str | Sequence[str]) -> list[str]:
 class TextStream:
     """The text of one answer, released as soon as it is certain.
 
-    The bytes of an unfinished UTF-8 character are held back, and so is the longest suffix that may become a
-    stop string. A stop string and what follows it are never released.
+    The bytes of an unfinished UTF-8 character are held back, and so are the longest suffix that may become a
+    stop string, and a line whose indentation is not known yet. A stop string and what follows it are never
+    released.
+
+    Args:
+        stop: strings that end it.
+        n_indent: spaces and tabs that each line but the first has to begin with, else the text ends there.
     """
 
-    def __init__(self, stop: Sequence[str] = ()) -> None:
-        self._stop = tuple(stop)
+    def __init__(self, stop: Sequence[str] = (), n_indent: int = 0) -> None:
+        self._stop, self._n_indent = tuple(stop), n_indent
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.n_released = 0  # characters
         self.stopped_by = ""  # the stop string that ended it
+        self.outdented = False  # a line with too little indentation ended it
 
     @property
     def stopped(self) -> bool:
-        return bool(self.stopped_by)
+        return bool(self.stopped_by) or self.outdented
 
     @property
     def n_seen(self) -> int:
@@ -98,21 +105,34 @@ class TextStream:
         return text + self._release(len(self._held))
 
     def _take(self, text: str) -> str:
-        if not self._stop:
+        if not (self._stop or self._n_indent):
             self.n_released += len(text)
             return text
         self._held += text
         cuts = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if self._n_indent and (line := self._outdented_line()):
+            cuts.append((line.end(), ""))
         if cuts:
             at, self.stopped_by = min(cuts)
+            self.outdented = not self.stopped_by
             released = self._release(at)
             self._held = ""
             return released
-        return self._release(len(self._held) - self._n_undecided())
+        return self._release(len(self._held) - max(self._n_undecided(), self._n_of_indentation()))
+
+    def _outdented_line(self) -> re.Match[str] | None:
+        """Return the beginning of the first line that is indented too little."""
+        lines = re.finditer(r"\n([ \t]*)(?=[^ \t])", self._held)
+        return next((line for line in lines if len(line[1]) < self._n_indent), None)
+
+    def _n_of_indentation(self) -> int:
+        """Return the length of the last line if it is empty so far, and its indentation may be too small."""
+        found = re.search(r"\n[ \t]*\Z", self._held) if self._n_indent else None
+        return len(found[0]) if found is not None and len(found[0]) <= self._n_indent else 0
 
     def _n_undecided(self) -> int:
         """Return the length of the longest suffix that is the start of a stop string."""
-        longest = min(len(self._held), max(map(len, self._stop)) - 1)
+        longest = min(len(self._held), max(map(len, self._stop), default=1) - 1)
         for n in range(longest, 0, -1):
             suffix = self._held[-n:]
             if any(stop.startswith(suffix) for stop in self._stop):

@@ -18,7 +18,7 @@ from mixedkv.server.api.rendering import call_json, delta
 from mixedkv.server.api.schemas import ChatRequest
 from mixedkv.server.api.sse import sse
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, find_session, model_of, read_prompt, tenant
+from mixedkv.server.state import ServerState, adapter_of, find_session, read_prompt, tenant
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -27,7 +27,7 @@ router = APIRouter(route_class=JSONRoute)
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a chat, whole or as server-sent events."""
     owner = tenant(request)
-    server = model_of(request, body.model)
+    server = adapter_of(request, body.model, body.lora)
     session = await find_session(server, body.session_id, owner) if body.session_id else None
     if session is not None:
         check_version(body, session)
@@ -36,7 +36,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     if turn is not None:
         turn.chat = prompt
     answer = _Answer(server, body, jobs, prompt)
-    large = bool(body.logprobs) or body.prompt_logprobs is not None or prompt.is_parsed
+    large = bool(body.logprobs or body.verbose) or body.prompt_logprobs is not None or prompt.is_parsed
     return await respond_with(turn, body, request, server, jobs, answer, large=large)
 
 
@@ -66,7 +66,7 @@ class _Answer(OpenAIAnswer):
             for i, end in enumerate(ends)
         ]
         of_prompt = prompt_logprobs(self._pieces, self._jobs[0].answer.prompt_logprobs)
-        head = {**self._head, "object": "chat.completion", **of_prompt}
+        head = {**self._head, "object": "chat.completion", **of_prompt, **self._more(ends)}
         return {**head, "choices": choices, "usage": usage(self._jobs, self._n)}
 
     def first(self) -> bytes:
@@ -75,25 +75,25 @@ class _Answer(OpenAIAnswer):
 
     def event(self, i: int, event: Delta | Done) -> bytes:
         if self._is_read:
-            return b"".join(map(sse, self._read_chunks(i, event)))
+            return b"".join(map(self._of_event, self._read_choices(i, event)))
         out = b""
-        if event.logprobs:
-            out = sse(self._chunk(_choice(i, {"content": event.text}, self._logprobs(event))))
+        if event.logprobs or (event.text and self._body.timings_per_token):
+            out = self._of_event(_choice(i, {"content": event.text}, self._logprobs(event)))
         elif event.text:
             out = self._template(i)(event.text)
         if isinstance(event, Done):
-            out += sse(self._chunk(_choice(i, {}, reason=event.reason)))
+            out += self._of_event(_choice(i, {}, reason=event.reason))
         return out
 
-    def _read_chunks(self, i: int, event: Delta | Done) -> Iterable[dict[str, Any]]:
+    def _read_choices(self, i: int, event: Delta | Done) -> Iterable[dict[str, Any]]:
         parts = self._parts[i].feed(event.text, last=event.last)
         logprobs = self._logprobs(event) if event.logprobs else None
         deltas = [delta(part) for part in parts] or ([{}] if logprobs else [])
         for fields in deltas:
-            yield self._chunk(_choice(i, fields, logprobs))
+            yield _choice(i, fields, logprobs)
             logprobs = None
         if isinstance(event, Done):
-            yield self._chunk(_choice(i, {}, reason=self._parts[i].answer.finish_reason(event.reason)))
+            yield _choice(i, {}, reason=self._parts[i].answer.finish_reason(event.reason))
 
     def _content(self, i: int, end: Done) -> dict[str, Any]:
         if not self._is_read:

@@ -62,7 +62,7 @@ def chat_jobs(
         body,
         [prefix + tokens],
         owner=owner,
-        max_tokens=body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens,
+        max_tokens=body.most_tokens(),
         n_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         constraint=rendered.constraint or constraint_of(body, _schema(body)),
         session=session,

@@ -20,10 +20,9 @@ from mixedkv.server.api.generation import (
 from mixedkv.server.api.growing import Turn, check_version, respond_with
 from mixedkv.server.api.logprobs import CompletionLogprobs, joined, prompt_logprobs
 from mixedkv.server.api.schemas import CompletionRequest
-from mixedkv.server.api.sse import sse
 from mixedkv.server.api_error import prompt_error
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, find_session, model_of, read_prompt, tenant
+from mixedkv.server.state import ServerState, adapter_of, find_session, read_prompt, tenant
 from mixedkv.sessions import CacheSessionMetadata
 
 router = APIRouter(route_class=JSONRoute)
@@ -34,7 +33,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue prompts, whole or as server-sent events."""
     owner = tenant(request)
-    server = model_of(request, body.model)
+    server = adapter_of(request, body.model, body.lora)
     asked = body.prompt_logprobs
     if body.echo and body.logprobs is not None and asked is None:
         body = body.model_copy(update={"prompt_logprobs": body.logprobs})
@@ -44,7 +43,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     turn = Turn.of_prompt(server, body, session)
     jobs = await read_prompt(request, completion_jobs, server, body, owner, session, session=session)
     answer = _Answer(server, body, jobs, tells_prompt=asked is not None)
-    large = body.logprobs is not None or body.prompt_logprobs is not None
+    large = body.logprobs is not None or body.prompt_logprobs is not None or bool(body.verbose)
     return await respond_with(turn, body, request, server, jobs, answer, large=large)
 
 
@@ -74,7 +73,7 @@ def completion_jobs(
         body,
         prompts,
         owner=owner,
-        max_tokens=_DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        max_tokens=body.most_tokens(_DEFAULT_MAX_TOKENS),
         constraint=constraint_of(body),
         n_logprobs=body.logprobs,
         session=session,
@@ -105,7 +104,12 @@ class _Answer(OpenAIAnswer):
             {**self._choice(i, end, self._echo(i) + end.text, end.reason), **self._of_prompt(i)}
             for i, end in enumerate(ends)
         ]
-        return {**self._head, "choices": choices, "usage": usage(self._jobs, self._n)}
+        return {
+            **self._head,
+            "choices": choices,
+            "usage": usage(self._jobs, self._n),
+            **self._more(ends),
+        }
 
     def _of_prompt(self, i: int) -> dict[str, Any]:
         """Return the log probabilities of the prompt of a choice, which its first choice has."""
@@ -127,9 +131,9 @@ class _Answer(OpenAIAnswer):
         text = event.text
         if self._echoes_logprobs and i not in self._echoed:
             text = self._echo(i) + text
-        elif isinstance(event, Delta) and not event.logprobs:
+        elif isinstance(event, Delta) and not (event.logprobs or self._body.timings_per_token):
             return self._template(i)(event.text)
-        return sse(self._chunk(self._choice(i, event, text, getattr(event, "reason", None))))
+        return self._of_event(self._choice(i, event, text, getattr(event, "reason", None)))
 
     def _choice_of(self, i: int, text: str) -> dict[str, Any]:
         return {"index": i, "text": text, "logprobs": None, "finish_reason": None}

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Request
-from pydantic import Field
+from pydantic import Field, model_validator
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from mixedkv.engine.embed.embedder import Embedder
@@ -19,7 +19,7 @@ from mixedkv.errors import ClosedError, EngineError, ModelReadError, QueueFullEr
 from mixedkv.limits import INT32_MAX
 from mixedkv.server.api.schemas import EmbeddingRequest
 from mixedkv.server.api_error import bad_request, from_engine, prompt_error, timed_out
-from mixedkv.server.fields import Model, Name, Text, ignored
+from mixedkv.server.fields import Model, Name, Text, about, ignored
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.pending import or_disconnect
 from mixedkv.server.state import ServerState, model_of, read_prompt, tenant, time_left
@@ -73,7 +73,8 @@ def check_length(embedder: Embedder, n_tokens: int, name: str, param: str) -> No
     """
     context = embedder.context
     if not 1 <= n_tokens <= context.n_ctx:
-        message = f"{name} has {n_tokens} tokens, 1 to {context.n_ctx} can be embedded: shorten it"
+        is_so = "is too large: it has" if n_tokens else "has"
+        message = f"{name} {is_so} {n_tokens} tokens, 1 to {context.n_ctx} can be embedded: shorten it"
         if context.n_ctx < context.n_train:
             message += f", or serve with an embedding_n_ctx of up to {context.n_train}"
         raise bad_request(message, param, "context_length_exceeded" if n_tokens else None)
@@ -126,7 +127,7 @@ def input_tokens(
                 raise prompt_error(error, "input", f"input {i}: ") from None
         else:
             try:
-                tokens = server.engine.tokenizer.prompt(item)
+                tokens = server.engine.tokenizer.mixed(item, special=False)
             except ValueError as error:
                 raise bad_request(f"input {i}: {str(error).partition(': ')[2]}", "input") from None
         if truncate:
@@ -165,18 +166,37 @@ def _numbers(vector: Vectors) -> str:
 _MAX_DOCUMENTS = 2048  # as many as inputs of /v1/embeddings
 
 
+Documents = Annotated[
+    list[Annotated[Text, Field(min_length=1)]],
+    Field(min_length=1, max_length=_MAX_DOCUMENTS, fail_fast=True),
+]
+
+
 class RerankRequest(Model):
     """A request to rank documents, in the form of Jina, Cohere and llama-server."""
 
     query: Annotated[Text, Field(min_length=1)]
-    documents: Annotated[
-        list[Annotated[Text, Field(min_length=1)]],
-        Field(min_length=1, max_length=_MAX_DOCUMENTS, fail_fast=True),
-    ]
+    documents: Documents | None = None
+    texts: Documents | None = about("documents, in the form of TEI: the answer is then a list, as TEI's.")
     model: Name | None = None
-    top_n: Annotated[int, Field(ge=1)] | None = Field(None, description="Only so many, the best ones.")
-    return_documents: bool | None = Field(None, description="Results have their texts.")
+    top_n: Annotated[int, Field(ge=1)] | None = about("Only so many, the best ones.")
+    return_documents: bool | None = about("Results have their texts.")
+    return_text: bool | None = about("TEI's name of return_documents.")
     user: Name | None = ignored()
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> RerankRequest:
+        if (self.documents is None) == (self.texts is None):
+            raise ValueError("documents: give them, or texts as TEI takes them, not both")
+        return self
+
+    @property
+    def all_texts(self) -> list[str]:
+        return self.documents or self.texts or []
+
+    @property
+    def returns_texts(self) -> bool:
+        return bool(self.return_documents or self.return_text)
 
 
 @router.post("/v1/rerank")
@@ -188,17 +208,21 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
     embedder = _ranker(server)
     scores, n_tokens = await embed(request, server, embedder, owner, _pairs, body)
     usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-    results = [
-        _result(body, i, float(scores[i, 0])) for i in np.argsort(-scores[:, 0], kind="stable").tolist()
-    ]
-    return JSONResponse(
-        {"object": "list", "model": server.model_name, "results": results[: body.top_n], "usage": usage}
-    )
+    order = np.argsort(-scores[:, 0], kind="stable").tolist()[: body.top_n]
+    if body.texts is not None:
+        return JSONResponse([_tei_result(body, i, float(scores[i, 0])) for i in order])
+    results = [_result(body, i, float(scores[i, 0])) for i in order]
+    return JSONResponse({"object": "list", "model": server.model_name, "results": results, "usage": usage})
 
 
 def _result(body: RerankRequest, index: int, score: float) -> dict[str, Any]:
-    text = {"document": {"text": body.documents[index]}} if body.return_documents else {}
+    text = {"document": {"text": body.all_texts[index]}} if body.returns_texts else {}
     return {"index": index, "relevance_score": score, **text}
+
+
+def _tei_result(body: RerankRequest, index: int, score: float) -> dict[str, Any]:
+    text = {"text": body.all_texts[index]} if body.returns_texts else {}
+    return {"index": index, "score": score, **text}
 
 
 def _ranker(server: ServerState) -> Embedder:
@@ -215,7 +239,7 @@ def _ranker(server: ServerState) -> Embedder:
 def _pairs(server: ServerState, embedder: Embedder, body: RerankRequest) -> list[list[int]]:
     """Return the tokens of the query with each document."""
     pairs = []
-    for i, document in enumerate(body.documents):
+    for i, document in enumerate(body.all_texts):
         try:
             pairs.append(server.engine.tokenizer.pair(body.query, document, n_ctx=embedder.context.n_ctx))
         except ValueError as error:

@@ -11,12 +11,13 @@ from typing import Any
 from mixedkv.chunks.chunk_reuse import ChunkChoice
 from mixedkv.engine.chat.chat_template import Chat, RenderedChat
 from mixedkv.engine.constrain.constraint_text import Constraint
-from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.jobs.job import Done, Job
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ContextLengthError
 from mixedkv.ids import new_id
 from mixedkv.images.picture import PromptImage
+from mixedkv.server.api.llama_settings import about_answer, prompt_text
 from mixedkv.server.api.schemas import GenerationFields
 from mixedkv.server.api.sse import DONE, PING, SentAnswer, Template, sse
 from mixedkv.server.api_error import ApiError, bad_request, from_engine
@@ -27,6 +28,7 @@ _SAMPLING = {each.name for each in fields(Sampling)} & GenerationFields.model_fi
     "seed",
     "logit_bias",
     "dry_sequence_breakers",
+    "samplers",
 }
 MAX_ANSWER_BYTES = 64_000_000  # of the answer to one request, as it may become
 _LOGPROB_BYTES = 100  # of JSON, at most for most tokens
@@ -59,6 +61,8 @@ def sampling(server: ServerState, body: GenerationFields, constraint: Constraint
     given: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     if body.dry_sequence_breakers is not None:
         given["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)
+    if body.samplers is not None:
+        given["samplers"] = tuple(body.samplers)
     given = {**server.sampling, **given, "seed": seed % 2**32, "logit_bias": bias}
     try:
         return Sampling(**given, constraint=constraint)
@@ -120,6 +124,8 @@ def make_jobs(
                 stop_tokens=body.stop_token_ids or (),
                 min_tokens=body.min_tokens or 0,
                 ignore_end=bool(body.ignore_eos),
+                n_indent=body.n_indent or 0,
+                max_seconds=_seconds(body.t_max_predict_ms),
                 stream=bool(body.stream),
                 n_logprobs=n_logprobs,
                 prompt_logprobs=body.prompt_logprobs,
@@ -143,6 +149,10 @@ def make_jobs(
         raise _bad_field(error) from None
 
 
+def _seconds(milliseconds: int | None) -> float | None:
+    return milliseconds / 1000 if milliseconds is not None and milliseconds > 0 else None
+
+
 def _bad_field(error: ValueError) -> ApiError:
     """Return the error for a message that begins with the field."""
     return bad_request(str(error), str(error).partition(":")[0].partition("=")[0])
@@ -160,6 +170,32 @@ def prompt_progress(job: Job) -> dict[str, Any] | None:
         "cache": job.n_cached or 0,
         "processed": min(len(seq.tokens) if seq is not None else 0, job.n_prompt),
         "time_ms": round(1000 * (time.perf_counter() - job.t_submit)),
+    }
+
+
+def timings(job: Job) -> dict[str, Any]:
+    """Return llama-server's field about speed: the evaluated and generated tokens, milliseconds, and tokens
+    per second. The first token comes from the prompt's last step, so only those after it took one.
+    """
+    at = job.t_end if job.t_end is not None else time.perf_counter()
+    first = job.t_first if job.t_first is not None else at
+    n_cached, n_steps = job.n_cached or 0, max(0, job.n_answer - 1)
+    drafter = job.answer.drafter
+    drafts = {} if drafter is None else {"draft_n": drafter.n_drafted, "draft_n_accepted": drafter.n_accepted}
+    return {
+        "cache_n": n_cached,
+        **_rate("prompt", job.n_prompt - n_cached, job.n_prompt - n_cached, first - job.t_submit),
+        **_rate("predicted", job.n_answer, n_steps, at - first),
+        **drafts,
+    }
+
+
+def _rate(name: str, n: int, n_steps: int, seconds: float) -> dict[str, Any]:
+    return {
+        f"{name}_n": n,
+        f"{name}_ms": round(1e3 * seconds, 3),
+        f"{name}_per_token_ms": round(1e3 * seconds / n_steps, 3) if n_steps else 0.0,
+        f"{name}_per_second": round(n_steps / max(seconds, 1e-6), 3),
     }
 
 
@@ -234,6 +270,22 @@ class OpenAIAnswer(SentAnswer):
         chunk = {**self._head, "choices": [choice]}
         return {**chunk, "usage": None} if self._include_usage else chunk
 
+    def _of_event(self, choice: dict[str, Any]) -> bytes:
+        """Return the event with a choice, with timings if each has them."""
+        return sse({**self._chunk(choice), **self._timings(choice["index"])})
+
+    def _more(self, ends: Sequence[Done]) -> dict[str, Any]:
+        """Return the fields of a whole answer that are there where they are asked for."""
+        if not self._body.verbose:
+            return self._timings()
+        job, end = self._jobs[0], ends[0]
+        told = about_answer(job, end, prompt_text(job, self._pieces), self._body.most_tokens())
+        return {**self._timings(), "__verbose": {"content": end.text, **told}}
+
+    def _timings(self, i: int = 0) -> dict[str, Any]:
+        """Return the field about speed where it is asked for."""
+        return {"timings": timings(self._jobs[i])} if self._body.timings_per_token else {}
+
     def idle(self) -> bytes:
         progress = prompt_progress(self._jobs[0]) if self._body.return_progress else None
         if progress is None:
@@ -243,7 +295,8 @@ class OpenAIAnswer(SentAnswer):
     def last(self) -> bytes:
         if not self._include_usage:
             return DONE
-        return sse({**self._head, "choices": [], "usage": usage(self._jobs, self._n)}) + DONE
+        end = {**self._head, "choices": [], "usage": usage(self._jobs, self._n), **self._timings()}
+        return sse(end) + DONE
 
 
 def constraint_of(body: GenerationFields, schema: Constraint | None = None) -> Constraint | None:

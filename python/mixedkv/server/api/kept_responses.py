@@ -21,7 +21,7 @@ from mixedkv.sessions.records import MAX_MESSAGES, ErrorResponse
 
 router = APIRouter(route_class=JSONRoute)
 _TTL = 24 * 3600  # seconds
-_PREFIX = "resp-"
+_PREFIX = "resp_"
 _PAGE = 1000  # sessions that are looked at together
 ResponseId = Annotated[str, Path(max_length=MAX_LENGTH, pattern=f"^{PATTERN}$")]
 

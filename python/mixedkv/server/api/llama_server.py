@@ -1,38 +1,38 @@
-"""The API of llama-server: its requests, /completion, /tokenize and what goes with them."""
+"""POST /completion and /infill, llama-server's own ways to generate."""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field, field_validator, model_validator
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
-from mixedkv import __version__
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.jobs.job import Delta, Done, Job
-from mixedkv.limits import INT32_MAX
-from mixedkv.server.api.generation import cached_details, constraint_of, make_jobs, prompt_progress, slides
-from mixedkv.server.api.logprobs import chat_logprobs, prompt_logprobs
-from mixedkv.server.api.rendering import chat_of, rendered_text
-from mixedkv.server.api.schemas import (
-    ApplyTemplateRequest,
-    DetokenizeRequest,
-    GenerationFields,
-    Prompt,
-    TokenizeRequest,
-    prompts_of,
+from mixedkv.images.picture import MARK, PromptImage
+from mixedkv.server.api.generation import (
+    cached_details,
+    constraint_of,
+    make_jobs,
+    prompt_progress,
+    slides,
+    timings,
 )
+from mixedkv.server.api.llama_settings import about_answer, prompt_text
+from mixedkv.server.api.logprobs import chat_logprobs, prompt_logprobs
+from mixedkv.server.api.rendering import image_files
+from mixedkv.server.api.schemas import MAX_CHOICES, GenerationFields, OnePrompt, PromptObject, as_prompts
 from mixedkv.server.api.sse import PING, SentAnswer, respond, sse
-from mixedkv.server.api_error import bad_request, prompt_error
-from mixedkv.server.fields import Few, Finite, Model, Name, Text
+from mixedkv.server.api_error import prompt_error
+from mixedkv.server.fields import Few, Finite, Model, Name, Text, about
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, model_of, read_prompt, tenant
+from mixedkv.server.state import ServerState, adapter_of, read_prompt, tenant
 
 _BANNED = -100.0  # OpenAI's bias for a token that must never come
+MEDIA_MARKER = "<__media__>"  # where an image is in a prompt's text, as /props tells
 
 
 def _as_object(value: Any) -> Any:
@@ -48,19 +48,20 @@ class LlamaServerFields(GenerationFields):
     """The fields that /completion and /infill have in common."""
 
     n: Annotated[int, Field(ge=1, le=1)] | None = None
-    n_predict: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = Field(
-        None, description="Tokens of the answer at most; -1: as many as there is room for."
+    cache_prompt: bool | None = about("False: evaluate the whole prompt, keep no rows.")
+    n_probs: Annotated[int, Field(ge=0, le=1000)] | None = about(
+        "So many of the likeliest tokens are told at each place."
     )
-    cache_prompt: bool | None = Field(None, description="False: evaluate the whole prompt, keep no rows.")
-    n_probs: Annotated[int, Field(ge=0, le=20)] | None = Field(
-        None, description="So many of the likeliest tokens are told at each place."
-    )
-    json_schema: dict[str, Any] | None = Field(None, description="JSON Schema that the answer follows.")
+    json_schema: dict[str, Any] | None = about("JSON Schema that the answer follows.")
     logit_bias: Annotated[
         dict[Annotated[str, Field(max_length=10)], Annotated[Finite, Field(ge=-100, le=100)]] | None,
         Few,
         BeforeValidator(_as_object),
     ] = None
+    return_tokens: bool | None = about("A whole answer has its tokens; the events of a stream always have.")
+    response_fields: Annotated[list[Name], Field(max_length=256, fail_fast=True)] | None = about(
+        "The fields of the answer's end that are sent; `timings/prompt_n` is one within another."
+    )
 
     @field_validator("seed")
     @classmethod
@@ -71,26 +72,28 @@ class LlamaServerFields(GenerationFields):
     def _goes_without(self) -> LlamaServerFields:
         if self.session_id is not None:
             raise ValueError("session_id does not go with llama-server's API: leave it out")
-        if self.n_predict == 0:
-            raise ValueError("n_predict=0 is not supported by this server: use /v1/warm to evaluate a prompt")
         if self.cache_prompt is False:
             self.use_kv_cache = False
         return self
 
     @property
-    def most_tokens(self) -> int | None:
-        """The maximum length of the answer; None for as many tokens as fit."""
-        if self.n_predict is None:
-            return self.max_tokens
-        return self.n_predict if self.n_predict > 0 else None
+    def tells_prompt(self) -> bool:
+        return not self.response_fields or "prompt" in self.response_fields
 
 
 class LlamaServerCompletion(LlamaServerFields):
-    prompt: Prompt
+    prompt: Annotated[
+        list[OnePrompt],
+        Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True),
+        BeforeValidator(as_prompts, json_schema_input_type=OnePrompt | list[OnePrompt]),
+    ]
 
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        return prompts_of(self.prompt)
+    @model_validator(mode="after")
+    def _images_have_one_prompt(self) -> LlamaServerCompletion:
+        shown = [each for each in self.prompt if isinstance(each, PromptObject) and each.multimodal_data]
+        if shown and len(self.prompt) > 1:
+            raise ValueError("prompt: multimodal_data goes with one prompt: send several requests")
+        return self
 
 
 class ExtraFile(Model):
@@ -102,7 +105,7 @@ class InfillRequest(LlamaServerFields):
     input_prefix: Text
     input_suffix: Text
     input_extra: Annotated[list[ExtraFile], Field(max_length=256, fail_fast=True)] | None = None
-    prompt: Text | None = Field(None, description="The beginning of what is missing.")
+    prompt: Text | None = about("The beginning of what is missing.")
 
 
 router = APIRouter(route_class=JSONRoute)
@@ -111,7 +114,7 @@ router = APIRouter(route_class=JSONRoute)
 @router.post("/completion")
 async def completion(body: LlamaServerCompletion, request: Request) -> Response:
     """Continue prompts, whole or as server-sent events. Several prompts get a list of answers."""
-    return await _answer(body, request, _completion_jobs, several=len(body.prompts) > 1)
+    return await _answer(body, request, _completion_jobs, several=len(body.prompt) > 1)
 
 
 @router.post("/infill")
@@ -120,74 +123,90 @@ async def infill(body: InfillRequest, request: Request) -> Response:
     return await _answer(body, request, _infill_jobs)
 
 
-@router.get("/props")
-async def props(request: Request, model: Annotated[str | None, Query(max_length=256)] = None) -> Response:
-    """Return the properties that llama-server's clients ask for first: context, template, defaults."""
-    tenant(request)
-    server = model_of(request, model)
-    settings = {"n_ctx": server.facts["n_ctx"], "params": {**server.sampling, "n_predict": -1}}
-    return JSONResponse(
-        {
-            "default_generation_settings": settings,
-            "total_slots": server.settings.parallel,
-            "model_alias": server.model_name,
-            "model_path": server.path.name,
-            "chat_template": server.chat_template,
-            "modalities": {"vision": "vision" in server.capabilities, "audio": False},
-            "build_info": f"mixedkv-{__version__}",
-        }
-    )
-
-
 async def _answer(
     body: LlamaServerFields, request: Request, jobs_of: Any, *, several: bool = False
 ) -> Response:
     owner = tenant(request)
-    server = model_of(request, body.model)
-    jobs = await read_prompt(request, jobs_of, server, body, owner)
+    server = adapter_of(request, body.model, body.lora)
+    jobs, texts = await read_prompt(request, _with_texts, server, jobs_of, body, owner)
     return await respond(
         request,
         server,
         jobs,
-        _Answer(server, jobs, body, several=several),
+        _Answer(server, jobs, texts, body, several=several),
         stream=body.stream is True,
         large=bool(body.n_probs),
         progress=bool(body.return_progress),
     )
 
 
+def _with_texts(
+    server: ServerState, jobs_of: Any, body: LlamaServerFields, owner: str
+) -> tuple[list[Job], list[str]]:
+    """Return the jobs, and the texts of their prompts if they are told. A long text takes a while to make."""
+    jobs: list[Job] = jobs_of(server, body, owner)
+    if not body.tells_prompt:
+        return jobs, [""] * len(jobs)
+    return jobs, [prompt_text(job, server.engine.detokenizer) for job in jobs]
+
+
 def _completion_jobs(server: ServerState, body: LlamaServerCompletion, owner: str) -> list[Job]:
-    tokenizer, long = server.engine.tokenizer, slides(server, body)
+    images: list[PromptImage] = []
+    long = slides(server, body)
     try:
-        prompts = [tokenizer.prompt(prompt, long=long) for prompt in body.prompts]
+        prompts = [_tokens(server, prompt, images, long) for prompt in body.prompt]
     except ValueError as error:
-        raise prompt_error(error, "prompt") from None
-    return _jobs(server, body, prompts, owner, "prompt")
+        raise prompt_error(error, "prompt") from error
+    return _jobs(server, body, prompts, owner, "prompt", images)
+
+
+def _tokens(server: ServerState, prompt: Any, images: list[PromptImage], long: bool) -> list[int]:
+    """Return the tokens of one prompt, and add its images."""
+    tokenizer = server.engine.tokenizer
+    if isinstance(prompt, PromptObject):
+        text = prompt.prompt_string
+        if not prompt.multimodal_data:
+            return tokenizer.prompt(text, long=long)
+        images += image_files(server, prompt.multimodal_data, "prompt.multimodal_data")
+        return tokenizer.with_images(text.replace(MEDIA_MARKER, MARK), images, start=True, long=long)
+    return (
+        tokenizer.mixed(prompt, long=long)
+        if isinstance(prompt, list)
+        else tokenizer.prompt(prompt, long=long)
+    )
 
 
 def _infill_jobs(server: ServerState, body: InfillRequest, owner: str) -> list[Job]:
-    files = [(extra.filename or "file", extra.text) for extra in body.input_extra or ()]
+    files = [(extra.filename or "tmp", extra.text) for extra in body.input_extra or ()]
+    n_ctx, most = server.engine.n_ctx, body.most_tokens()
+    room = n_ctx - 1 - (n_ctx // 4 if most is None else min(most, n_ctx // 2))
     try:
         tokens = server.engine.tokenizer.infill(
-            body.input_prefix, body.input_suffix, beginning=body.prompt or "", files=files
+            body.input_prefix, body.input_suffix, beginning=body.prompt or "", files=files, room=room
         )
     except ValueError as error:
-        raise prompt_error(error, "input_extra" if "input_extra" in str(error) else "input_prefix") from None
+        raise prompt_error(error, "input_prefix") from error
     return _jobs(server, body, [tokens], owner, "input_prefix")
 
 
 def _jobs(
-    server: ServerState, body: LlamaServerFields, prompts: Sequence[Sequence[int]], owner: str, param: str
+    server: ServerState,
+    body: LlamaServerFields,
+    prompts: Sequence[Sequence[int]],
+    owner: str,
+    param: str,
+    images: Sequence[PromptImage] = (),
 ) -> list[Job]:
     return make_jobs(
         server,
         body,
         prompts,
         owner=owner,
-        max_tokens=body.most_tokens,
+        max_tokens=body.most_tokens(),
         constraint=constraint_of(body, _schema(body)),
         n_logprobs=body.n_probs or None,
         param=param,
+        images=images,
     )
 
 
@@ -198,20 +217,33 @@ def _schema(body: LlamaServerFields) -> Constraint | None:
 
 
 class _Answer(SentAnswer):
-    """Builds llama-server's objects for the answer to one request, which has `several` prompts or one."""
+    """Builds llama-server's objects for the answer to one request, which has `several` prompts or one.
+
+    Args:
+        texts: the prompts.
+    """
 
     def __init__(
-        self, server: ServerState, jobs: Sequence[Job], body: LlamaServerFields, *, several: bool
+        self,
+        server: ServerState,
+        jobs: Sequence[Job],
+        texts: Sequence[str],
+        body: LlamaServerFields,
+        *,
+        several: bool,
     ) -> None:
-        self._model, self._jobs, self._pieces = server.model_name, jobs, server.engine.detokenizer
-        self._body, self._several = body, several
+        self._model, self._jobs, self._texts = server.model_name, jobs, texts
+        self._pieces, self._body, self._several = server.engine.detokenizer, body, several
 
     def whole(self, ends: list[Done]) -> dict[str, Any] | list[dict[str, Any]]:
         answers = [self._end(i, end) for i, end in enumerate(ends)]
         return answers if self._several else answers[0]
 
     def event(self, i: int, event: Delta | Done) -> bytes:
-        return sse(self._end(i, event) if isinstance(event, Done) else self._piece(i, event))
+        if isinstance(event, Done):
+            return sse(self._end(i, event))
+        timed = {"timings": timings(self._jobs[i])} if self._body.timings_per_token else {}
+        return sse({**self._piece(i, event), "tokens": list(event.tokens), **timed})
 
     def idle(self) -> bytes:
         progress = prompt_progress(self._jobs[0]) if self._body.return_progress else None
@@ -226,98 +258,25 @@ class _Answer(SentAnswer):
 
     def _end(self, i: int, end: Done) -> dict[str, Any]:
         job = self._jobs[i]
-        stop = "limit" if end.reason == "length" else "word" if job.answer.text.stopped else "eos"
-        return {
+        told = {
             **self._piece(i, end),
-            "stop_type": stop,
-            "stopping_word": job.answer.text.stopped_by,
+            "tokens": list(job.answer.tokens) if self._body.return_tokens and not self._body.stream else [],
             "model": self._model,
-            "tokens_predicted": job.n_answer,
-            "tokens_evaluated": job.n_prompt,
-            "tokens_cached": job.n_cached or 0,
-            "truncated": job.n_dropped > 0,
+            **about_answer(job, end, self._texts[i], self._body.most_tokens()),
             "prompt_tokens_details": cached_details([job]),
-            "timings": _timings(job),
+            "timings": timings(job),
             **prompt_logprobs(self._pieces, job.answer.prompt_logprobs),
         }
+        return _chosen(told, self._body.response_fields) if self._body.response_fields else told
 
 
-def _timings(job: Job) -> dict[str, Any]:
-    """Return the evaluated and generated tokens, milliseconds, and tokens per second."""
-    at = time.perf_counter()
-    first = job.t_first if job.t_first is not None else at
-    n_cached = job.n_cached or 0
-    return {
-        "cache_n": n_cached,
-        **_rate("prompt", job.n_prompt - n_cached, first - job.t_submit),
-        **_rate("predicted", job.n_answer, at - first),
-    }
-
-
-def _rate(name: str, n: int, seconds: float) -> dict[str, Any]:
-    seconds = max(seconds, 1e-6)
-    return {
-        f"{name}_n": n,
-        f"{name}_ms": round(1e3 * seconds, 3),
-        f"{name}_per_token_ms": round(1e3 * seconds / max(n, 1), 3),
-        f"{name}_per_second": round(n / seconds, 3),
-    }
-
-
-@router.post("/tokenize")
-async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-    """Return the token ids of a text."""
-    return await _answer_tokens(request, _tokens, body)
-
-
-@router.post("/detokenize")
-async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-    """Return the text of token ids; control tokens are written out."""
-    return await _answer_tokens(request, _text, body)
-
-
-@router.post("/apply-template")
-async def apply_template(body: ApplyTemplateRequest, request: Request) -> Response:
-    """Return the text of the prompt that a chat is rendered to."""
-    return await _answer_tokens(request, _prompt, body)
-
-
-async def _answer_tokens(request: Request, make: Any, body: Any) -> Response:
-    server = model_of(request, body.model)
-    return JSONResponse(await read_prompt(request, make, server, body))
-
-
-def _tokens(server: ServerState, body: TokenizeRequest) -> dict[str, Any]:
-    try:
-        tokens = server.engine.tokenizer.tokenize(
-            body.content, start=body.add_special, special=body.parse_special
-        )
-    except ValueError as error:
-        raise prompt_error(error, "content") from None
-    if not body.with_pieces:
-        return {"tokens": tokens}
-    return {"tokens": [{"id": token, "piece": _piece(server, token)} for token in tokens]}
-
-
-def _piece(server: ServerState, token: int) -> str | list[int]:
-    """Return a token's text, or its bytes if these are not UTF-8."""
-    name = server.engine.detokenizer.name(token)
-    try:
-        return name.decode("utf-8")
-    except UnicodeDecodeError:
-        return list(name)
-
-
-def _text(server: ServerState, body: DetokenizeRequest) -> dict[str, Any]:
-    try:
-        tokens = server.engine.tokenizer.prompt(body.tokens)
-    except ValueError as error:
-        raise bad_request(str(error).replace("prompt:", "tokens:"), "tokens") from None
-    text = b"".join(map(server.engine.detokenizer.name, tokens))
-    return {"content": text.decode("utf-8", "replace")}
-
-
-def _prompt(server: ServerState, body: ApplyTemplateRequest) -> dict[str, Any]:
-    if any(message.images for message in body.messages):
-        raise bad_request("messages: images have no text: leave them out", "messages")
-    return {"prompt": rendered_text(server, chat_of(server, body))}
+def _chosen(told: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+    """Return these fields of an answer, those within others by their whole names."""
+    out: dict[str, Any] = {}
+    for name in fields:
+        value: Any = told
+        for part in name.split("/"):
+            value = value.get(part, _chosen) if isinstance(value, dict) else _chosen
+        if value is not _chosen:
+            out[name] = value
+    return out

@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse, Response
 from mixedkv.engine.chat.chat_template import RenderedChat
 from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.engine.text.answer_reader import Part
-from mixedkv.errors import ContextLengthError
 from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import chat_tokens, translated, translated_jobs
 from mixedkv.server.api.generation import cached_details
@@ -144,9 +143,14 @@ class Thinking(Model):
     display: Name | None = None
 
 
+class OutputFormat(Model):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
 class OutputConfig(Model):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: None = None
+    format: OutputFormat | None = about("The schema that the answer's text follows.")
 
 
 # blocks that are answered with an error, as an answer without them would be about something else
@@ -165,6 +169,7 @@ class CountRequest(WithoutHosted):
     tool_choice: AnthropicChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = about("The beta's name of output_config.format.")
     cache_control: CacheControl | None = about(PREFIX_FOUND)
 
     @classmethod
@@ -206,6 +211,12 @@ class MessagesRequest(CountRequest):
     metadata: Annotated[dict[Name, Any], Few] | None = ignored()
     service_tier: Name | None = ignored()
 
+    @property
+    def form(self) -> OutputFormat | None:
+        """The form that the answer has to have."""
+        config = self.output_config
+        return config.format if config is not None and config.format is not None else self.output_format
+
     def as_chat(self) -> dict[str, Any]:
         """Return the request as a chat of OpenAI's.
 
@@ -220,6 +231,7 @@ class MessagesRequest(CountRequest):
             **self.fields(),
             **_choice(self.tool_choice),
             **same,
+            "response_format": _response_format(self.form),
             "stop": self.stop_sequences or None,
             "reasoning_budget_tokens": thinking.budget_tokens if thinking else None,
         }
@@ -238,6 +250,12 @@ def _without_hosted(message: Any, filtered: Filtered) -> Any:
             result = filtered.of("messages[].content[]", block["content"], ("text", *_MEDIA))
             content[i] = {**block, "content": result}
     return {**message, "content": content} if "content" in message else message
+
+
+def _response_format(form: OutputFormat | None) -> dict[str, Any] | None:
+    if form is None:
+        return None
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": form.schema_}}
 
 
 def _choice(choice: AnthropicChoice | None) -> dict[str, Any]:
@@ -321,9 +339,10 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
 
 def _say_it_is_too_long(error: ApiError) -> None:
     """Write the error for a prompt that is too long so that Claude Code shortens its history."""
-    if isinstance(cause := error.__cause__, ContextLengthError) and cause.most:
-        remedy = error.message.partition(": ")[2]
-        error.message = f"prompt is too long: {cause.n_tokens} tokens > {cause.most} maximum: {remedy}"
+    if n_tokens := error.numbers.get("n_prompt_tokens"):
+        remedy = error.message.rpartition(": ")[2]
+        most = error.numbers["n_ctx"] - 1
+        error.message = f"prompt is too long: {n_tokens} tokens > {most} maximum: {remedy}"
 
 
 def _count(server: ServerState, body: CountRequest) -> int:
@@ -367,7 +386,7 @@ class _Answer(SentAnswer):
         return named_sse({"type": "ping"})
 
     def failed(self, error: ApiError) -> bytes:
-        return named_sse({"type": "error", **error.body()})
+        return named_sse(error.anthropic_body())
 
     def _delta(self, part: Part) -> bytes:
         if part.index >= 0:

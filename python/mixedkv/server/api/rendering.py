@@ -170,6 +170,24 @@ def read_images(server: ServerState, messages: Sequence[Message]) -> list[Prompt
     return images
 
 
+def image_files(server: ServerState, files: Sequence[str], param: str) -> list[PromptImage]:
+    """Return the images of files in Base64, in order. Not for the event loop.
+
+    Raises:
+        ApiError: 400, as `read_images`.
+    """
+    if server.projector is None:
+        raise bad_request(
+            f"{param}: the model {server.model_name!r} sees no images: serve it with --mmproj, or leave them "
+            "out",
+            param,
+        )
+    try:
+        return [server.projector.read(read_data_url(f"data:image/any;base64,{file}")) for file in files]
+    except ValueError as error:
+        raise bad_request(f"{param}: {error}", param) from None
+
+
 def choice_of(body: ChatRequest) -> ToolChoice:
     """Return the tool choice of a request.
 

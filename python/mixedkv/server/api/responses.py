@@ -18,10 +18,10 @@ from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.engine.text.answer_reader import Part, ReadAnswer
 from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import translated_jobs
-from mixedkv.server.api.generation import cached_details
+from mixedkv.server.api.generation import cached_details, prompt_progress, timings
 from mixedkv.server.api.kept_responses import ResponseId, find, history, keep, will_keep
 from mixedkv.server.api.schemas import Metadata, StreamOptions, TextOnly, TextOrImages, TextPart
-from mixedkv.server.api.sse import SentAnswer, named_sse, respond
+from mixedkv.server.api.sse import PING, SentAnswer, named_sse, respond
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.fields import (
     LIST,
@@ -207,6 +207,8 @@ class ResponsesRequest(WithoutHosted):
         "auto: the middle goes of what does not fit; default: the server's `--overflow`."
     )
     max_tool_calls: Positive | None = ignored()
+    timings_per_token: bool | None = about("`timings`, as llama-server has them, in the stream's events.")
+    return_progress: bool | None = about("A stream says how far its prompt is.")
     previous_response_id: Id | None = about("Of a response that is kept: its history goes before the input.")
     # known, but not what this server does: see `_refuse_unsupported`
     conversation: Any = about(REFUSED)
@@ -245,7 +247,7 @@ class ResponsesRequest(WithoutHosted):
     def as_chat(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the request as a chat of these messages."""
         choice, system = self.tool_choice, {"role": "system", "content": self.instructions}
-        same = ("temperature", "top_p", "parallel_tool_calls", "stream")
+        same = ("temperature", "top_p", "parallel_tool_calls", "stream", "return_progress")
         return {
             **{name: getattr(self, name) for name in same},
             "messages": [system, *messages] if self.instructions else messages,
@@ -345,6 +347,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
         answer,
         stream=body.stream is True,
         large=False,
+        progress=bool(body.return_progress),
         on_event=on_event if is_kept else None,
     )
 
@@ -493,7 +496,8 @@ class _Answer(SentAnswer):
         (end,) = ends
         for part in self._new(end):
             self._take(part)
-        return self._response(end)
+        timed = {"timings": timings(self._job)} if self._body.timings_per_token else {}
+        return {**self._response(end), **timed}
 
     def first(self) -> bytes:
         response = self._response(None)
@@ -502,12 +506,22 @@ class _Answer(SentAnswer):
         )
 
     def event(self, i: int, event: Delta | Done) -> bytes:
-        out = b"".join(self._sse(chunk) for part in self._new(event) for chunk in self._take(part))
+        timed = {"timings": timings(self._job)} if self._body.timings_per_token else {}
+        chunks = [chunk for part in self._new(event) for chunk in self._take(part)]
+        out = b"".join(self._sse({**each, **(timed if "delta" in each else {})}) for each in chunks)
         if isinstance(event, Done):
             out += b"".join(map(self._sse, self._close(self._status(event))))
             response = self._response(event)
-            out += self._sse({"type": f"response.{response['status']}", "response": response})
+            out += self._sse({"type": f"response.{response['status']}", "response": response, **timed})
         return out
+
+    def idle(self) -> bytes:
+        progress = prompt_progress(self._job) if self._body.return_progress else None
+        if progress is None:
+            return PING
+        return self._sse(
+            {"type": "response.in_progress", "response": self._response(None), "prompt_progress": progress}
+        )
 
     def failed(self, error: ApiError) -> bytes:
         about = error.body()["error"]

@@ -5,10 +5,21 @@ from __future__ import annotations
 from functools import partial
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import AliasChoices, BeforeValidator, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from mixedkv.chunks.chunk_reuse import Repair
+from mixedkv.engine.sample.sampling import SAMPLERS
 from mixedkv.images.picture import MARK
+from mixedkv.limits import INT32_MAX
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.server.fields import (
     LIST,
@@ -47,7 +58,7 @@ from mixedkv.server.fields import (
 from mixedkv.sessions import CreateContextCacheRequest
 from mixedkv.sessions.records import MAX_TTL, few
 
-_MAX_CHOICES = 64
+MAX_CHOICES = 64
 _MAX_INPUTS = 2048  # OpenAI's
 _MAX_VARIABLES = 64  # of a chat template
 _IMAGES = ("image", "image_url", "input_image")
@@ -221,12 +232,47 @@ Biases = Annotated[dict[Annotated[str, Field(max_length=10)], Annotated[Finite, 
 Pattern = Annotated[Text, Field(max_length=65536)]
 
 
+def _as_names(value: Any) -> Any:
+    """Read llama.cpp's letters for samplers as their names."""
+    if not isinstance(value, str):
+        return value
+    names = {letter: name for name, letter in SAMPLERS.items()}
+    if unknown := [letter for letter in value if letter not in names]:
+        raise ValueError(f"{unknown[0]!r} is no sampler's letter: give names, or letters of {''.join(names)}")
+    return [names[letter] for letter in value]
+
+
+def _known_sampler(name: str) -> str:
+    name = _ALSO_NAMED.get(name.replace("-", "_"), name)
+    if name not in SAMPLERS:
+        raise ValueError(f"there is no such sampler: use {', '.join(SAMPLERS)}")
+    return name
+
+
+_ALSO_NAMED = {"typical_p": "typ_p", "typical": "typ_p", "nucleus": "top_p", "temp": "temperature"}
+Samplers = Annotated[
+    list[Annotated[Name, AfterValidator(_known_sampler)]],
+    Field(max_length=64, fail_fast=True),
+    BeforeValidator(_as_names),
+]
+
+
+class AdapterScale(Model):
+    """An adapter as llama-server names it, by its place among `--lora`, and its strength."""
+
+    id: Whole
+    scale: Finite
+
+
 class GenerationFields(SamplingFields):
     """The fields that chat and completions have in common."""
 
     model: Name | None = None
     max_tokens: Positive | None = None
-    n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
+    n_predict: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = about(
+        "llama-server's name of max_tokens. -1: as many as fit; 0: the prompt is evaluated and kept."
+    )
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop | None = None
@@ -243,6 +289,20 @@ class GenerationFields(SamplingFields):
     )
     return_progress: bool | None = about("A stream says how far its prompt is.")
     ignore_eos: bool | None = about("Go on to max_tokens.")
+    samplers: Samplers | None = about("Which samplers choose, in this order; default: all, in llama.cpp's.")
+    n_indent: Annotated[int, Field(ge=0, le=1000)] | None = about(
+        "The answer ends where a line begins with fewer spaces and tabs."
+    )
+    t_max_predict_ms: Annotated[int, Field(ge=-1, le=MAX_SEED)] | None = about(
+        "The answer ends with the line in which so many milliseconds since its first token are over."
+    )
+    timings_per_token: bool | None = about(
+        "`timings`, as llama-server has them, in each event of a stream and in a whole answer."
+    )
+    verbose: bool | None = about("A whole answer has `__verbose`, what /completion tells of an answer.")
+    lora: Annotated[list[AdapterScale], Field(max_length=64, fail_fast=True)] | None = about(
+        "The adapter that answers, with the strength that it is served with; none: the model without one."
+    )
     speculation: Literal["off", "prompt-lookup", "draft-model", "mtp"] | None = about(
         "How what comes next is guessed; default: as the server was started."
     )
@@ -269,6 +329,8 @@ class GenerationFields(SamplingFields):
     def _go_together(self) -> GenerationFields:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options goes with stream=true only")
+        if self.verbose and self.stream:
+            raise ValueError("verbose goes without stream only")
         if self.return_progress and not self.stream:
             raise ValueError("return_progress goes with stream=true only")
         if self.prompt_logprobs is not None and self.stream:
@@ -281,6 +343,12 @@ class GenerationFields(SamplingFields):
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def most_tokens(self, default: int | None = None) -> int | None:
+        """Return the maximum length of the answer, `default` where none is given; None for as many as fit."""
+        given = (self.n_predict, getattr(self, "max_completion_tokens", None), self.max_tokens, default)
+        found = next((n for n in given if n is not None), -1)
+        return None if found < 0 else found
 
 
 Metadata = Annotated[dict[Name, Annotated[Text, Field(max_length=4096)]], Few]
@@ -343,7 +411,39 @@ class ChatRequest(ChatFields, GenerationFields):
         return self
 
 
-_PROMPTS = Field(min_length=1, max_length=_MAX_CHOICES, fail_fast=True)
+class PromptObject(Model):
+    """A text with images as llama-server takes it, each at its `<__media__>`."""
+
+    prompt_string: Text
+    multimodal_data: Annotated[list[Text], Field(max_length=64, fail_fast=True)] | None = about(
+        "Image files in Base64."
+    )
+
+
+def _kind_of_prompt(value: Any) -> str:
+    if isinstance(value, list):
+        return "~mixed" if any(isinstance(part, str) for part in value) else "~list"
+    return "~text" if isinstance(value, str) else "~object" if isinstance(value, dict | Model) else "~other"
+
+
+Mixed = Annotated[list[Whole | Text], Field(min_length=1, fail_fast=True)]
+_FORMS = "give a text, token ids and texts, an object with prompt_string, or a list"
+OnePrompt = Annotated[
+    Annotated[Text, TEXT]
+    | Annotated[Tokens, LIST]
+    | Annotated[Mixed, Tag("~mixed")]
+    | Annotated[PromptObject, OBJECT],
+    Discriminator(_kind_of_prompt, custom_error_type="kind", custom_error_message=_FORMS),
+]
+
+
+def as_prompts(value: Any) -> Any:
+    """Return one prompt as a list of one. A list with numbers in it is one prompt, as in llama-server."""
+    several = isinstance(value, list) and not any(isinstance(part, int) for part in value)
+    return value if several else [value]
+
+
+_PROMPTS = Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)
 Prompt = Annotated[
     Annotated[Text, TEXT]
     | Annotated[list[Text], _PROMPTS, TEXTS]
@@ -364,7 +464,7 @@ class CompletionRequest(GenerationFields):
     prompt: Prompt
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = about(REFUSED)
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = about(REFUSED)
     suffix: Text | None = about("Comes after the answer, of models made for infilling.")
 
     @model_validator(mode="after")
@@ -447,13 +547,33 @@ class ContextPatch(Model):
     ttl: Annotated[int, Field(ge=1, le=MAX_TTL)]
 
 
-_INPUTS = Field(min_length=1, max_length=_MAX_INPUTS, fail_fast=True)
-Input = Annotated[Text, Field(min_length=1)]
-EmbeddingInput = Input | Annotated[list[Input], _INPUTS] | Tokens | Annotated[list[Tokens], _INPUTS]
+class TextContent(Model):
+    """A text in the parts of a message."""
+
+    content: Annotated[list[TextPart], Field(min_length=1, fail_fast=True), TextOnly]
+
+
+def _kind_of_input(value: Any) -> str:
+    has_content = isinstance(value, TextContent) or (isinstance(value, dict) and "content" in value)
+    return "~content" if has_content else _kind_of_prompt(value)
+
+
+OneInput = Annotated[
+    Annotated[Text, Field(min_length=1), TEXT]
+    | Annotated[Tokens, LIST]
+    | Annotated[Mixed, Tag("~mixed")]
+    | Annotated[TextContent, Tag("~content")]
+    | Annotated[PromptObject, OBJECT],
+    Discriminator(_kind_of_input, custom_error_type="kind", custom_error_message=_FORMS),
+]
 
 
 class EmbeddingRequest(Model):
-    input: EmbeddingInput
+    input: Annotated[
+        list[OneInput],
+        Field(min_length=1, max_length=_MAX_INPUTS, fail_fast=True),
+        BeforeValidator(as_prompts, json_schema_input_type=OneInput | list[OneInput]),
+    ]
     model: Name | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Positive | None = None
@@ -461,24 +581,32 @@ class EmbeddingRequest(Model):
 
     @field_validator("input", mode="before")
     @classmethod
-    def _check_numbers(cls, value: Any) -> Any:
+    def _check_inputs(cls, value: Any) -> Any:
         """Check the inputs before their types, each of which would report an error of its own."""
         if value in ("", []):
             raise ValueError("it is empty: give a text, a list of texts, or token ids")
-        if isinstance(value, str):
-            return value
-        kinds = {type(item) for item in value} if isinstance(value, list) else set()
-        if kinds not in ({str}, {int}, {list}):
-            raise ValueError("give a text, a list of texts, a list of token ids, or a list of such lists")
-        if kinds != {int}:
+        if isinstance(value, list) and not any(isinstance(item, int) for item in value):
             if len(value) > _MAX_INPUTS:
                 raise ValueError(
                     f"it has {len(value)} inputs, at most {_MAX_INPUTS} are taken: send several requests"
                 )
-            if empty := [i for i, item in enumerate(value) if not item]:
+            if empty := [i for i, item in enumerate(value) if item in ("", [])]:
                 raise ValueError(f"input {empty[0]} is empty: leave it out")
         return value
 
+    @field_validator("input")
+    @classmethod
+    def _without_images(cls, value: list[Any]) -> list[Any]:
+        if any(isinstance(each, PromptObject) and each.multimodal_data for each in value):
+            raise ValueError("multimodal_data: this server embeds texts only: leave it out")
+        return value
+
     @property
-    def inputs(self) -> list[str | list[int]]:
-        return prompts_of(self.input)
+    def inputs(self) -> list[str | list[int | str]]:
+        return [_as_input(each) for each in self.input]
+
+
+def _as_input(given: Any) -> Any:
+    if isinstance(given, PromptObject):
+        return given.prompt_string
+    return "".join(part.text for part in given.content) if isinstance(given, TextContent) else given
