@@ -5,8 +5,12 @@
 >>> print(llm.kv.stats())
 """
 
-from mixedkv import _native, errors
-from mixedkv._native import cmake_dir, include_dir
+from mixedkv import _signals
+
+_signals.prepare_server()  # before the other imports, which take seconds
+
+from mixedkv import _native, errors  # noqa: E402
+from mixedkv._native import cmake_dir, include_dir  # noqa: E402
 
 _native.load()  # before anything imports _core or llama_cpp: all must run on one copy of the libraries
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from mixedkv import __version__, _core
 from mixedkv._native import processor_plugin
+from mixedkv._signals import raise_at_ctrl_c
 from mixedkv.cli.words import as_options, unknown
 
 EXIT_BAD_INPUT = 2
@@ -34,6 +35,7 @@ _COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 2 for bad input, 130 after Ctrl-C."""
     warnings.showwarning = _show_warning  # type: ignore[assignment]
+    raise_at_ctrl_c()
     options: Collection[str] = ()
     try:
         args = make_parser().parse_args(argv)

@@ -21,7 +21,6 @@ _SECONDS = 60.0  # to store KV once the router is gone, after the drain timeout
 
 
 def main() -> int:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until the keys are read
     settings = ServerSettings.model_validate_json(sys.stdin.buffer.readline())
     gone = threading.Event()
     ends = partial(_end_with_the_router, gone, settings.drain_timeout + _SECONDS)

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 
+from mixedkv._signals import remember_hangups
 from mixedkv.doors.keys import Keys, MetricsKey
 from mixedkv.doors.metrics import Metrics
+from mixedkv.doors.signals import ignore_ends, reloading_at_hangup
 from mixedkv.doors.tls import TLS
 from mixedkv.engine.embed.embedding_context import only_embeds
 from mixedkv.engine.engine import Engine
@@ -55,10 +57,12 @@ _SWITCH_SECONDS = 0.0005  # the default, 5 ms, is as long as several steps of a 
 
 def serve(settings: ServerSettings) -> None:
     """Serve until SIGTERM or SIGINT. Running requests then get `drain_timeout` seconds, and KV is stored.
+    SIGHUP reads keys and the certificate again, once the server runs.
 
     Raises:
         ValueError, OSError: a file, address or store cannot be opened; the message says which.
     """
+    remember_hangups()
     logs.install()
     sys.setswitchinterval(_SWITCH_SECONDS)
     keys = Keys.of(settings.api_key_file, settings.api_key)
@@ -68,8 +72,7 @@ def serve(settings: ServerSettings) -> None:
         listening = stack.enter_context(listen(settings))
         serving = _route if settings.routed else _serve_here
         app, served, models = serving(settings, keys, lines, stack)
-        if keys or tls:
-            signal.signal(signal.SIGHUP, lambda *_: _reload(keys, tls, served.reload))
+        stack.enter_context(reloading_at_hangup(lambda: _reload(keys, tls, served.reload)))
         gc.freeze()  # these objects stay: collecting garbage among them takes 50 ms, and all streams wait
         _announce(models, url(listening, tls is not None))
         HTTPServer(app, served, tls).run(sockets=[listening])
@@ -88,6 +91,7 @@ def _serve_here(
 def _route(
     settings: ServerSettings, keys: Keys, lines: Sequence[WarmLine], stack: ExitStack
 ) -> tuple[FastAPI, Served, Sequence[Described]]:
+    signal.signal(signal.SIGTERM, _leave)  # else its folder would stay
     router = Router(settings, keys, lines, stack)
     return make_router_app(router), router, router.model.all
 
@@ -192,6 +196,8 @@ def _open_store(
 
 
 def _reload(keys: Keys, tls: TLS | None, then: Callable[[], None]) -> None:
+    if not (keys or tls):
+        log.info("SIGHUP: there are no keys and no certificate to read again")
     for what, part in {"keys and limits": keys or None, "certificate": tls}.items():
         if part is not None:
             try:
@@ -204,8 +210,7 @@ def _reload(keys: Keys, tls: TLS | None, then: Callable[[], None]) -> None:
 
 
 def _leave(*_: Any) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    ignore_ends()
     raise SystemExit(0)
 
 

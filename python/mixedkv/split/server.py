@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,8 +15,10 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import start_http_server
 
+from mixedkv._signals import remember_hangups
 from mixedkv.doors.keys import Keys
 from mixedkv.doors.metrics import Metrics
+from mixedkv.doors.signals import ENDING, ignore_ends, reloading_at_hangup
 from mixedkv.doors.tls import TLS
 from mixedkv.engine.engine import Engine
 from mixedkv.llama import Llama
@@ -26,6 +29,8 @@ from mixedkv.split.parts import BODY, ModelPart, read_part
 from mixedkv.split.service import SplitService
 from mixedkv.split.sessions import KeptSessions, Sessions
 from mixedkv.split.split_settings import SplitSettings
+
+log = logging.getLogger("mixedkv.split")
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", wire.MAX_MESSAGE_BYTES),
@@ -39,12 +44,14 @@ _OPTIONS = [
 
 
 def serve(settings: SplitSettings) -> None:
-    """Serve until SIGTERM or Ctrl-C. Says on stderr where it listens.
+    """Serve until SIGTERM or Ctrl-C. Says on stderr where it listens. SIGHUP reads keys again, once it
+    does.
 
     Raises:
         ValueError: the body or a file of keys or certificates cannot be used.
         OSError: a file cannot be read, or the port is taken.
     """
+    remember_hangups()
     part = read_part(read_model_file(settings.body), BODY)
     keys = Keys.load(settings.api_key_file) if settings.api_key_file else Keys()
     credentials = read_credentials(settings)
@@ -52,7 +59,17 @@ def serve(settings: SplitSettings) -> None:
     with open_engine(settings, keys, metrics) as engine:
         if settings.metrics_port:
             start_http_server(settings.metrics_port, settings.host, metrics.registry)
-        asyncio.run(_serve(settings, engine, part, keys, credentials))
+        with reloading_at_hangup(lambda: _reload(keys)):
+            asyncio.run(_serve(settings, engine, part, keys, credentials))
+
+
+def _reload(keys: Keys) -> None:
+    try:
+        keys.reload()
+    except (ValueError, OSError) as error:
+        log.error("keys and limits: as before: %s", error)
+    else:
+        log.info("keys and limits: read again" if keys else "SIGHUP: there are no keys to read again")
 
 
 @contextlib.contextmanager
@@ -142,11 +159,12 @@ async def _serve(
     credentials: grpc.ServerCredentials | None,
 ) -> None:
     server, port = await start(settings, engine, part, keys, credentials)
-    over = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, over.set)
+    over, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in ENDING:
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(over.set))
     print(f"mixedkv split: serving {Path(settings.body).name} on {settings.host}:{port}", file=sys.stderr)
     await over.wait()
+    ignore_ends()  # what is kept is written after this, which a second signal must not cut off
     await server.stop(settings.drain_timeout)
 
 

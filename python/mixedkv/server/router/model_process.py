@@ -17,6 +17,7 @@ from typing import Any
 
 import h11
 
+from mixedkv.doors.signals import holding_hangup
 from mixedkv.engine.embed.embedding_context import only_embeds
 from mixedkv.model.gguf_file import ModelFile, n_mtp_layers
 from mixedkv.server.models import ServedModel
@@ -144,12 +145,13 @@ class ModelProcess:
         self._log.clear()
         self._ending = False
         try:
-            self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", _CHILD, self.name),
-                stdin=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,  # Ctrl-C is handled by the router
-            )
+            with holding_hangup():
+                self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", _CHILD, self.name),
+                    stdin=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    start_new_session=True,  # Ctrl-C is handled by the router
+                )
         except OSError as error:
             raise self._failure(f"no process: {error.strerror}; ") from None
         self._watch = asyncio.create_task(self._look_after(self._process))
