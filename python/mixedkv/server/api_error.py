@@ -130,6 +130,15 @@ def no_key() -> ApiError:
     )
 
 
+def too_many_connections() -> ApiError:
+    return ApiError(
+        503,
+        "this server has as many connections as it takes: try again later",
+        code="too_many_connections",
+        headers={"Connection": "close", "Retry-After": "1"},
+    )
+
+
 def timed_out(seconds: float) -> ApiError:
     return ApiError(504, f"the request took more than {seconds:g} seconds and was given up", code="timeout")
 

@@ -10,7 +10,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,7 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mixedkv.doors.keys import Keys
 from mixedkv.hosts import is_local
-from mixedkv.server.api_error import ApiError, no_key, timed_out
+from mixedkv.server.api_error import ApiError, no_key, timed_out, too_many_connections
+from mixedkv.server.http.places import PLACE, ConnectionPlace
 from mixedkv.server.logs import request_id
 
 
@@ -170,7 +170,7 @@ class RequestIds:
 
 _OPEN = ("", "/", "/stats", "/health", "/ready", "/metrics", "/openapi.json")  # without a key
 _OPEN_FOLDER = "/page/"
-_MAX_BYTES_OF_STRANGERS = 4096  # a client without a key cannot fill the memory
+_HEALTH = ("/health", "/ready", "/metrics")
 _LINGER_SECONDS = 1.0
 # in a request's scope:
 DEADLINE = "mixedkv.deadline"  # time of the event loop at which the request is given up
@@ -251,31 +251,37 @@ class BodyLimit:
         else:
             return None
         self._release(held)  # the answer to a request that took too long
-        await _let_it_end(scope, receive)
         return refusal
 
-    def _limit(self, scope: Scope) -> int:
-        if scope[TENANT] is None:
-            return min(self._max_bytes, _MAX_BYTES_OF_STRANGERS)
-        return self._max_bytes
+    def _check_place(self, scope: Scope, path: str) -> None:
+        """Let the connection in as its tenant's. Health checks are answered beyond the limit too.
+
+        Raises:
+            ApiError: 503, there are too many connections.
+        """
+        place: ConnectionPlace | None = scope.get(PLACE)  # None where another server runs this application
+        if place is None:
+            return
+        if scope[TENANT] is not None and path not in _OPEN and not place.let_in(scope[TENANT]):
+            raise too_many_connections()
+        if place.is_beyond and path not in _HEALTH:
+            raise too_many_connections()
 
     async def _read(self, scope: Scope, receive: Receive, held: _Held) -> None:
         """Read the body of a request.
 
         Raises:
-            ApiError: 401, it needs a key; 400, it gives its length in two ways; 413, it is too large; 429,
-                all bodies together are.
+            ApiError: 401, it needs a key; 503, its tenant has more connections than there are places; 413, it
+                is too large; 429, all bodies together are.
         """
-        if scope[TENANT] is None and not (_path(scope) in _OPEN or _path(scope).startswith(_OPEN_FOLDER)):
+        path = _path(scope)
+        if path in _OPEN or path.startswith(_OPEN_FOLDER):
+            self._check_place(scope, path)
+            return  # these take no body, so that nobody holds a place by sending one slowly
+        if scope[TENANT] is None:
             raise no_key()
-        limit = self._limit(scope)
-        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
-            raise ApiError(
-                400,
-                "Content-Length and Transfer-Encoding do not go together: send one of them",
-                code="invalid_http",
-                headers={"Connection": "close"},
-            )
+        self._check_place(scope, path)
+        limit = self._max_bytes
         for name, value in scope["headers"]:
             if name == b"content-length" and value.isdigit() and int(value[:20]) > limit:
                 raise self._too_large(limit)
@@ -323,8 +329,6 @@ class BodyLimit:
 
     def _too_large(self, limit: int) -> ApiError:
         message = f"the body is larger than {limit} bytes, which is what this server takes"
-        if limit < self._max_bytes:
-            message += " without a key"
         return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
 
 
@@ -348,18 +352,3 @@ class _Held:
 
 def _path(scope: Scope) -> str:
     return without(scope.get("root_path", ""), scope["path"])
-
-
-async def _let_it_end(scope: Scope, receive: Receive) -> None:
-    """Receive and drop the rest of a body, for a while: a client that is still sending when the connection is
-    closed gets a reset and never sees the answer.
-    """
-    if any(name == b"expect" for name, _ in scope["headers"]):
-        return  # it waits for leave to send
-
-    async def drop() -> None:
-        while (message := await receive())["type"] == "http.request" and message.get("more_body", False):
-            pass
-
-    with suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(drop(), _LINGER_SECONDS)
