@@ -23,6 +23,7 @@ from mixedkv.chunks.gate import last_logits
 from mixedkv.server.engines import speculation_of
 from mixedkv.server.models import served_models
 from mixedkv.server.settings import ServerSettings
+from support import prefork
 from support.adapters import write_adapter
 from support.patience import wait_for
 from support.server_support import MODEL, Server, running
@@ -410,3 +411,13 @@ def test_weights_of_another_file_are_refused(tmp_path: Path) -> None:
     says = pytest.raises(ValueError, match="weights: this is a Llama of")
     with Llama(model_path(), n_ctx=512, verbose=False) as llm, says:
         Llama(other, weights=llm, n_ctx=512, verbose=False)
+
+
+def test_a_template_that_takes_for_ever_is_an_error_at_the_start(tmp_path: Path) -> None:
+    """It is tried before anything is served, in a time of its own."""
+    template = tmp_path / "slow.jinja"
+    template.write_text("{% for i in range(2000000000) %}{% endfor %}{{ messages[0].content }}")
+    done = prefork.run(["serve", "--port", "0", "--n-ctx", "512", "--chat-format", str(template)])
+    assert done.returncode == 2
+    assert "chat template takes more than 10 seconds" in done.stderr
+    assert "--chat-format" in done.stderr

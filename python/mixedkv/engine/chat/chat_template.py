@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, TimeoutError
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from mixedkv import _chat
 from mixedkv.engine.constrain.constraint import SPACE
@@ -20,6 +22,8 @@ from mixedkv.engine.text.answer_reader import AnswerReader, ReadAnswer
 from mixedkv.engine.text.thought import ThoughtTags
 from mixedkv.images.picture import PromptImage
 
+_T = TypeVar("_T")
+_PROBE_SECONDS = 10.0  # a template takes milliseconds
 _MAX_TEMPLATE = 1 << 16  # characters: llama.cpp parses a chain of filters by recursion
 _MAX_DEPTH = 64  # of objects and lists in a schema or in arguments
 # llama.cpp's grammar of a call takes the square of an object's properties and of the length of their names
@@ -169,7 +173,10 @@ class ChatRenderer:
     def thinks(self) -> bool:
         """True if the model's template handles thoughts."""
         try:
-            return _tags(self._apply([{"role": "user", "content": "?"}], [], ToolChoice())) is not None
+            user = [{"role": "user", "content": "?"}]
+            return _tags(_in_time(lambda: self._apply(user, [], ToolChoice()))) is not None
+        except SlowTemplateError:
+            raise
         except ValueError:
             return False
 
@@ -224,6 +231,9 @@ class ChatRenderer:
             raise ValueError("tools: this model has no chat template: serve it with --chat-format chatml")
         if len(self._source) > _MAX_TEMPLATE:
             raise ValueError(f"tools: the model's chat template has more than {_MAX_TEMPLATE} characters")
+        return _in_time(self._read)
+
+    def _read(self) -> _chat.ChatTemplate:
         try:
             template = _chat.ChatTemplate(self._source, self._bos, self._eos)
         except (RuntimeError, ValueError) as error:
@@ -238,6 +248,8 @@ class ChatRenderer:
         """True if the template shows tools and calls can be parsed."""
         try:
             return _shows_tools(self._template)
+        except SlowTemplateError:
+            raise
         except ValueError:
             return False
 
@@ -285,6 +297,34 @@ class ChatRenderer:
 
     def _takes(self, tool: Mapping[str, Any]) -> bool:
         return _called(self._template, tool) is not None
+
+
+class SlowTemplateError(ValueError):
+    """A chat template takes too long for a chat of one message."""
+
+
+def _in_time(probe: Callable[[], _T]) -> _T:
+    """Return what a probe of a chat template returns.
+
+    Raises:
+        SlowTemplateError: it takes too long. Its thread goes on, as nothing can stop it.
+    """
+    found: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(probe())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=run, name="mixedkv-chat-template", daemon=True).start()
+    try:
+        return found.result(_PROBE_SECONDS)
+    except TimeoutError:
+        raise SlowTemplateError(
+            f"the model's chat template takes more than {_PROBE_SECONDS:g} seconds for a chat of one "
+            "message: use another one (--chat-format FILE, or chatml)"
+        ) from None
 
 
 def _called(template: _chat.ChatTemplate, tool: Mapping[str, Any]) -> _chat.ChatPrompt | None:
