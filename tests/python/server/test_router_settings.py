@@ -10,7 +10,7 @@ import pytest
 from mixedkv.bundled import model_path
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.server.models import served_models
-from mixedkv.server.router.model_process import child_settings
+from mixedkv.server.router.model_process import child_settings, without_folders
 from mixedkv.server.settings import ServerSettings
 
 BUNDLED = str(model_path())
@@ -71,3 +71,23 @@ def test_each_tells_its_events_at_a_port_of_its_own() -> None:
     assert told_of == ["tcp://*:5557#kv@one", "tcp://*:5558#kv@two"]
     with pytest.raises(ValueError, match="kv_events='ipc://here': several models need tcp://HOST:PORT"):
         told(1, kv_events="ipc://here")
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (
+            "host=/tmp/mixedkv-a1/0.sock: another process listens there",
+            "host=its socket: another process listens there",
+        ),
+        ("/run/user/7/mixedkv-a1/12.sock cannot be listened on", "its socket cannot be listened on"),
+        ("/home/anna/my models/x.gguf: No such file", "x.gguf: No such file"),
+        ("~/keys: cannot be read; ../other/y", "keys: cannot be read; y"),
+        ("tls=(/etc/a/cert.pem, '/etc/b/key.pem')", "tls=(cert.pem, 'key.pem')"),
+        ("redis://:secret@cache:6379/0 is out of reach", "redis://cache:6379/0 is out of reach"),
+        ("use tcp://HOST:PORT, and/or 1/2 of n_ctx=512", "use tcp://HOST:PORT, and/or 1/2 of n_ctx=512"),
+    ],
+)
+def test_an_error_of_a_models_process_names_no_folder(line: str, shown: str) -> None:
+    """Clients read it, and where files lie on the machine is not theirs to know."""
+    assert without_folders(line, ["/home/anna/my models/x.gguf"]) == shown

@@ -98,6 +98,9 @@ async def get(path: str, target: str, headers: Headers = ()) -> tuple[int, bytes
 
 log = logging.getLogger("mixedkv.server")
 
+_FOLDERS = re.compile(r"(?<![\w.:/~])(?:~|\.{1,2})?/(?:[^\s/:;,'\"()]+/)*(?=[^\s/])")  # not those of a URL
+_PASSWORD = re.compile(r"(?<=://)[^\s/@]+@")
+_SOCKET = re.compile(r"\b\d+\.sock\b")
 _CHILD = "mixedkv.server.model_child"
 _LOOK_SECONDS = 0.05
 _KEPT_LINES, _SHOWN_LINES, _SHOWN_LETTERS = 20, 3, 300  # of its log, where it could not be loaded
@@ -208,16 +211,35 @@ class ModelProcess:
         return ModelLoadError(f"the model {self.name!r} could not be loaded: {before}{self._reason()}")
 
     def _reason(self) -> str:
-        """Return the last lines of its log without folders, since clients read them."""
+        """Return the last lines of its log, since clients read them."""
         lines = [line for line in self._log if line.strip()][-_SHOWN_LINES:]
         if lines and lines[-1].startswith(_ERROR):
             lines = [lines[-1].removeprefix(_ERROR)]
-        text = "; ".join(lines) or "it wrote no log"
+        return without_folders("; ".join(lines) or "it wrote no log", self._files())[:_SHOWN_LETTERS]
+
+    def _files(self) -> list[str]:
+        """Return the paths of the settings."""
         given = self._settings
         files = [*given.model, *given.mmproj, *(each.partition("=")[2] for each in given.lora)]
-        for file in (*files, given.draft_model):
-            text = text.replace(file, Path(file).name) if file else text
-        return text.replace(os.getcwd() + os.sep, "")[:_SHOWN_LETTERS]
+        return [*files, given.draft_model, given.unix_socket, given.store, *_paths(given)]
+
+
+def without_folders(text: str, files: Sequence[str] = ()) -> str:
+    """Return a text for clients, in which files have their names alone, sockets none, and URLs no password.
+
+    Args:
+        files: paths that may have spaces in them; others are found where they have none.
+    """
+    for file in filter(None, files):
+        text = text.replace(file, Path(file).name)
+    text = text.replace(os.getcwd() + os.sep, "")
+    return _SOCKET.sub("its socket", _FOLDERS.sub("", _PASSWORD.sub("", text)))
+
+
+def _paths(settings: ServerSettings) -> list[str]:
+    """Return the paths of files that a model's process reads besides those of its model."""
+    names = ("api_key_file", "metrics_key_file", "store_key_file", "chat_format", "warm")
+    return [str(getattr(settings, name)) for name in names]
 
 
 async def _line(stream: asyncio.StreamReader) -> bytes:
