@@ -7,6 +7,7 @@ import hmac
 import os
 import re
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from mixedkv.engine.schedule.fair_queue import TenantLimits
@@ -40,6 +41,7 @@ class Keys:
         self._tenants: list[tuple[bytes, str]] = []
         self._limits: dict[str, TenantLimits] = {}
         self._kept: dict[str, dict[str, int]] = {}  # limits on what is kept after an answer
+        self._listeners: list[Callable[[], None]] = []
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
@@ -87,6 +89,12 @@ class Keys:
             for tenant, given in limits.items()
         }
         self._kept = limits
+        for listener in self._listeners:
+            listener()
+
+    def when_reloaded(self, listener: Callable[[], None]) -> None:
+        """Call a function each time the file was read again, on the thread that read it."""
+        self._listeners.append(listener)
 
     def limits(self, tenant: str) -> TenantLimits:
         return self._limits.get(tenant, _NO_LIMITS)

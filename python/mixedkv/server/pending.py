@@ -14,7 +14,7 @@ from mixedkv.engine.engine import Engine
 from mixedkv.engine.inbox import deliver_directly
 from mixedkv.engine.jobs.job import Delta, Done, Event, Failed, Job
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
-from mixedkv.server.api_error import from_engine, timed_out
+from mixedkv.server.api_error import ApiError, from_engine, timed_out
 
 _T = TypeVar("_T")
 OnEvent = Callable[[Delta | Done], Awaitable[None]]
@@ -53,7 +53,7 @@ class PendingRequest:
         self._loop = asyncio.get_running_loop()
         self._seconds = timeout
         self._timer = self._loop.call_later(timeout if left is None else left, self._time_out)
-        self._late = False
+        self._error: ApiError | None = None  # it is ended from outside
         self._tick: asyncio.TimerHandle | None = None
         self._quiet = self._ticked = False
         for i, job in enumerate(self.jobs):
@@ -97,7 +97,11 @@ class PendingRequest:
         self._tick = self._loop.call_later(seconds, self.tick_every, seconds)
 
     def _time_out(self) -> None:
-        self._late = True
+        self.end(timed_out(self._seconds))
+
+    def end(self, error: ApiError) -> None:
+        """Let `next` raise an error, whatever events wait."""
+        self._error = self._error or error
         self._wake()
 
     def _wake(self) -> None:
@@ -118,14 +122,14 @@ class PendingRequest:
         Raises:
             ApiError: a job has failed, or the time limit was reached.
         """
-        while not self._events:
-            if self._late:
-                raise timed_out(self._seconds)
+        while not self._events and self._error is None:
             if self._ticked:
                 self._ticked = False
                 return None
             self._arrival = self._loop.create_future()
             await self._arrival
+        if self._error is not None:
+            raise self._error
         index, event = self._events.popleft()
         if isinstance(event, Failed):
             raise from_engine(event.error)

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.server.api_error import ApiError
+from mixedkv.server.http.revoked import ENDING
 from mixedkv.server.pending import OnEvent, PendingRequest, disconnected, or_disconnect
 from mixedkv.server.state import ServerState, json_answer, time_left
 
@@ -186,6 +187,7 @@ async def respond(
     pending = PendingRequest(
         server.engine, jobs, server.settings.request_timeout, time_left(request), on_event
     )
+    request.scope[ENDING].then(pending.end)
     if stream:
         interval = _PROGRESS if progress else _PING
         events = EventStream(pending, answer, interval=interval, at_once=progress, headers=headers)

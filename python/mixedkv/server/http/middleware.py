@@ -20,6 +20,7 @@ from mixedkv.doors.keys import Keys
 from mixedkv.hosts import is_local
 from mixedkv.server.api_error import ApiError, no_key, timed_out, too_many_connections
 from mixedkv.server.http.places import PLACE, ConnectionPlace
+from mixedkv.server.http.revoked import Ending, WithKeys
 from mixedkv.server.logs import request_id
 
 
@@ -182,7 +183,8 @@ _SMALL = 1 << 16  # bytes of a body that is always taken: as many as there are c
 class BodyLimit:
     """Answers 401 without a valid key, whatever else is wrong with the request; 413 for a body of more than
     `max_bytes`; 408 for a body that is not complete after `read_seconds`; 429 while all bodies together are
-    too large and this tenant has its share of them; 504 if no answer begins within `seconds`.
+    too large and this tenant has its share of them; 504 if no answer begins within `seconds`; and 401 if its
+    key is removed before.
     """
 
     def __init__(
@@ -190,7 +192,7 @@ class BodyLimit:
     ) -> None:
         self._app, self._max_bytes = app, max_bytes
         self._read_seconds, self._seconds = read_seconds, seconds
-        self._keys, self._count = keys, count
+        self._with_keys, self._count = WithKeys(keys), count
         self._held: Counter[str] = Counter()  # bytes of each tenant's requests at work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -207,18 +209,20 @@ class BodyLimit:
 
         scope[DEADLINE] = asyncio.get_running_loop().time() + self._seconds
         headers = Headers(scope=scope)
-        scope[TENANT] = self._keys.tenant(headers.get("authorization"), headers.get("x-api-key"))
+        scope[TENANT] = self._with_keys.tenant(headers)
         held = _Held(scope[TENANT] or "")
+        ending = self._with_keys.enter(scope, headers, scope[TENANT])
         try:
             error = await self._read_or_refuse(scope, receive, held)
             if error is not None:
                 await error.response(_path(scope))(scope, receive, counted)
             elif held.parts is not None:
-                await self._answer(scope, held.replay(receive), counted)
+                await self._answer(scope, held.replay(receive), counted, ending)
         finally:
+            self._with_keys.leave(ending)
             self._release(held)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, ending: Ending) -> None:
         begun = False
 
         async def noted(message: Message) -> None:
@@ -229,15 +233,18 @@ class BodyLimit:
         work = asyncio.ensure_future(self._app(scope, receive, noted))
         try:
             left = scope[DEADLINE] - asyncio.get_running_loop().time()
-            await asyncio.wait({work}, timeout=max(0.0, left))
-            if work.done() or begun:
+            await asyncio.wait(
+                {work, ending.revoked}, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
+            )
+            if work.done() or begun:  # a stream says itself why it ends
                 await work
                 return
         finally:
             work.cancel()
         await asyncio.wait({work}, timeout=_LINGER_SECONDS)
         if not begun:
-            await timed_out(self._seconds).response()(scope, receive, send)
+            error = ending.revoked.result() if ending.revoked.done() else timed_out(self._seconds)
+            await error.response(_path(scope))(scope, receive, send)
         begun = True
 
     async def _read_or_refuse(self, scope: Scope, receive: Receive, held: _Held) -> ApiError | None:
