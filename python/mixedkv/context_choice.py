@@ -94,6 +94,34 @@ def choose_context(
     return asked
 
 
+def fitting_context(file: ModelFile, kv: KVSetting | None, n_seq: int = 1, n_windows: int = 0) -> Fit | None:
+    """Return what n_ctx="fit" chooses on this machine now, for sequences that share a context; None where the
+    system does not say how much memory is free, the model's shape is not known, or a budget is too small.
+
+    Args:
+        kv: the cache; None is the default.
+        n_windows: as in `Llama`.
+    """
+    asked = ContextChoice(
+        setting=kv or parse_kv("mixed"),
+        chosen=kv is not None,
+        n_ctx="fit",
+        n_seq_max=n_seq,
+        kv_unified=True,
+        n_windows=n_windows,
+        flash_attn=None,
+        takes_all=False,
+        shares_weights=False,
+        beside=Beside(),
+    )
+    options: dict[str, Any] = {"swa_full": False}
+    try:
+        found = _fitted(asked, file, _place(asked, file, options), options).fit
+    except ValueError:
+        return None
+    return found if found is not None and found.n_left is not None else None
+
+
 def _place(asked: ContextChoice, file: ModelFile, options: dict[str, Any]) -> ContextPlace | None:
     """Return where the context is to fit; None where its shape is not known: llama.cpp has the last word."""
     try:

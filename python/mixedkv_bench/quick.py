@@ -11,9 +11,8 @@ from typing import Literal
 
 from pydantic import Field
 
+from mixedkv.context_choice import fitting_context
 from mixedkv.limits import CELLS
-from mixedkv.model.footprint import longest_context
-from mixedkv.native.memory import memory_room
 from mixedkv_bench import quality, speed
 from mixedkv_bench.bench_test import Bench, BenchTest, Options
 from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, REFERENCE
@@ -166,7 +165,6 @@ def _within(value: float, limits: tuple[int, int]) -> float:
 
 def _rows(found: Sequence[Row], options: Options) -> list[QuickRow]:
     """Join what was measured of each setting."""
-    room = memory_room()
     rows = []
     for setting in options.settings:
         own = [row for row in found if (row.kv, row.flash_attn) == (setting.spec, setting.flash_attn)]
@@ -174,9 +172,8 @@ def _rows(found: Sequence[Row], options: Options) -> list[QuickRow]:
         for row in own:
             part = row.model_dump(include=_JOINED, exclude_unset=True)
             fields.update({name: value for name, value in part.items() if value is not None})
-        if options.shape.layers and room is not None:
-            weights = options.file.size
-            fields["longest_n_ctx"] = longest_context(options.shape, setting.kv, max(0, room - weights))
+        if options.shape.layers and (longest := fitting_context(options.file, setting.kv)) is not None:
+            fields["longest_n_ctx"] = longest.n_ctx
         head = setting.head(options.threads)
         rows.append(QuickRow.model_validate({"n_ctx": options.n_ctx, **head, **fields}))
     return rows

@@ -7,11 +7,13 @@ import json
 import math
 from collections.abc import Iterable
 from itertools import product
+from textwrap import wrap
 from typing import Any
 
 from mixedkv.cli.words import add, add_place, add_switch, flags, one_model, positive, tokens
 from mixedkv.config import PRESETS, parse_kv
-from mixedkv.model.footprint import ModelShape, Sliding, footprint, longest_context, model_shape
+from mixedkv.context_choice import fitting_context
+from mixedkv.model.footprint import ModelShape, Sliding, footprint, model_shape
 from mixedkv.model.gguf_file import DEFAULT_N_CTX, ModelFile, default_n_ctx, read_model_file, weight_type
 from mixedkv.model.layer_plan import Shares
 from mixedkv.model.measured_shares import read_shares
@@ -22,6 +24,7 @@ from mixedkv.native.llama_arguments import beyond_training
 from mixedkv.native.memory import memory_room
 from mixedkv.sizes import format_bytes
 
+_WIDTH = 76  # characters of a line of text, without its margin
 _SERVED = 16  # sequences of the server, of which half run
 _SERVED_WINDOWS = Sliding(n_windows=_SERVED // 2)
 _SETTINGS = ("f16", "q8_0", "q4_0", *(f"mixed:{preset}" for preset in reversed(PRESETS)))
@@ -50,8 +53,7 @@ def info(args: argparse.Namespace) -> None:
     contexts = [n_ctx or default_n_ctx(file) for n_ctx in args.n_ctx or [0]]
     sizes = list(product(contexts, args.sequences))
     shares = read_shares(args.shares) if args.shares else None
-    room = memory_room()
-    report = _report(file, shape, shares, args.kv, sizes, None if room is None else max(0, room - file.size))
+    report = _report(file, shape, shares, args.kv, sizes)
     print(json.dumps(report, indent=2) if args.json else "\n".join(_lines(report, sizes)))
 
 
@@ -61,8 +63,8 @@ def _report(
     shares: Shares | None,
     specs: Iterable[str],
     sizes: list[tuple[int, int]],
-    room: int | None,
 ) -> dict[str, Any]:
+    served = fitting_context(file, None, _SERVED, _SERVED // 2)
     return {
         "model": {
             "path": str(file.path),
@@ -83,17 +85,19 @@ def _report(
         },
         "n_ctx": sizes[0][0],
         "computed_by": "formula",
-        "bytes_left": room,
-        "caches": [_cache(shape, shares, spec, *size, room) for spec in specs for size in sizes],
+        "bytes_free": memory_room(),
+        "serve": None if served is None else {"choice": str(served), "warnings": list(served.warnings)},
+        "caches": [_cache(file, shape, shares, spec, *size) for spec in specs for size in sizes],
     }
 
 
 def _cache(
-    shape: ModelShape, shares: Shares | None, spec: str, n_ctx: int, n_seq: int, room: int | None
+    file: ModelFile, shape: ModelShape, shares: Shares | None, spec: str, n_ctx: int, n_seq: int
 ) -> dict[str, Any]:
     kv = settle(parse_kv(spec), shape, n_ctx, n_seq, shares)
     size = footprint(shape, kv, n_ctx, n_seq)
     f16 = footprint(shape, parse_kv("f16"), n_ctx, n_seq).bytes
+    longest = fitting_context(file, parse_kv(spec), n_seq) if f16 else None
     return {
         "kv": spec,
         **({"setting": str(kv)} if kv != parse_kv(spec) else {}),
@@ -104,7 +108,7 @@ def _cache(
         "bytes_view": size.view,
         "bits_per_element": round(size.bits_per_element, 3),
         "saving": round(1 - size.bytes / f16, 4) if f16 else 0.0,
-        "longest_n_ctx": None if room is None or not f16 else longest_context(shape, kv, room, n_seq),
+        "longest_n_ctx": None if longest is None else longest.n_ctx,
     }
 
 
@@ -132,13 +136,17 @@ def _lines(report: dict[str, Any], sizes: list[tuple[int, int]]) -> Iterable[str
             yield f"  {text}."
     if any(cache["saving"] < 0 for cache in report["caches"]):
         yield "  Loading narrows the window of a cache above F16."
-    if (room := report["bytes_left"]) is not None and len(sizes) == 1:
-        yield f"  Longest: tokens that fit into the {format_bytes(room)} this machine has left now"
-        yield "  besides the weights, up to what the model was trained with."
+    if (room := report["bytes_free"]) is not None and len(sizes) == 1:
+        yield f"  Longest: tokens that fit into the {format_bytes(room)} that are free now, beside weights"
+        yield "  and compute buffers, up to what the model was trained with."
     if view := max(cache["bytes_view"] for cache in report["caches"]):
         yield f"  Mixed and in an accelerator's memory: up to {format_bytes(view)} more to read it."
     if len(sizes) == 1:
         yield f"  Bits: of an element of K or V. Served: {_SERVED} sequences, {_SERVED // 2} at a time."
+    if (served := report["serve"]) is not None:
+        said = [f"`mixedkv serve` takes {served['choice']}."]
+        said += [f"Warning: {text}." for text in served["warnings"]]
+        yield from (f"  {line}" for text in said for line in wrap(text, _WIDTH))
     if model["sliding_window"]:
         yield f"  Layers with a sliding window keep rows of {model['sliding_window']} tokens and a step's."
 

@@ -6,16 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from mixedkv.config import KVSetting, MixedKVConfig, parse_kv
+from mixedkv.config import PRESETS, KVSetting, MixedKVConfig, parse_kv
 from mixedkv.model.footprint import WINDOWED, ModelShape, Sliding, footprint, longest
 from mixedkv.model.gguf_file import ModelFile
 from mixedkv.model.settle import fit_window, settle
 from mixedkv.sizes import format_bytes
 
-_ENOUGH = 32_768  # tokens: rows are made coarser only to reach so many
+_ENOUGH = 32_768  # tokens that are worth fewer layers on a GPU
+_USABLE = 4_096  # tokens: the default cache gets coarser rows only where it has no room for so many
+_WORTH = 1.25  # and where they make the context this much longer
 _LEAST = 512
 _SPARE = 8  # of what is free, one part is left alone
-_KEPT = {"mixed": 96, "mixed:balanced": 99, "mixed:quality": 99}  # docs/choosing-a-cache.md, SmolLM2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +30,7 @@ class Fit:
         n_left: bytes that are still free then, None where the system does not say.
         n_ctx_train: what the model was trained with, 0 if its file does not tell.
         n_gpu_layers: layers on a GPU, -1: all.
+        warnings: what the user should know of the choice, a sentence each.
     """
 
     n_ctx: int
@@ -37,15 +39,18 @@ class Fit:
     n_left: int | None
     n_ctx_train: int
     n_gpu_layers: int = 0
+    warnings: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         limit = "the model's limit" if self.n_ctx == self.n_ctx_train else "as many as fit"
-        name = next((name for name in _KEPT if parse_kv(name) == self.kv), str(self.kv))
-        kept = f": the likeliest token stays at {_KEPT[name]} of 100 places" if name in _KEPT else ""
+        name = next(
+            (f"mixed:{name}" for name in PRESETS if parse_kv(f"mixed:{name}") == self.kv), str(self.kv)
+        )
+        name = "mixed" if self.kv == parse_kv("mixed") else name
         free = "" if self.n_left is None else f"; {format_bytes(self.n_left)} free"
         layers = "all" if self.n_gpu_layers < 0 else str(self.n_gpu_layers)
         gpu = f", {layers} layers on the GPU" if self.n_gpu_layers else ""
-        return f"{self.n_ctx:,} tokens ({limit}), {name}, {format_bytes(self.n_bytes)}{kept}{gpu}{free}"
+        return f"{self.n_ctx:,} tokens ({limit}), {name}, {format_bytes(self.n_bytes)}{gpu}{free}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,24 +140,35 @@ class ContextPlace:
 
     @property
     def enough(self) -> int:
-        """Tokens that are worth coarser rows, or fewer layers on a GPU."""
+        """Tokens that are worth fewer layers on a GPU."""
         return min(_ENOUGH, self.most)
+
+    @property
+    def usable(self) -> int:
+        """Tokens that are worth coarser rows."""
+        return min(_USABLE, self.most)
 
 
 def fit(place: ContextPlace, kv: KVSetting | None) -> Fit:
     """Return the longest context that fits, up to what the model was trained with.
 
-    Where nothing fits beside the weights it is the smallest one: weights are mapped, and give way.
+    Where nothing fits beside the weights it is the smallest one, with a warning: weights are mapped, and read
+    from the file again.
 
     Args:
-        kv: the cache; None is "mixed", with coarser rows if only they give a context of 32,768 tokens.
+        kv: the cache; None is "mixed", with coarser rows, and a warning, where it has no room for 4,096
+            tokens and they give a quarter more.
     """
     chosen = kv or parse_kv("mixed")
     n_ctx = longest(place.most, partial(place.fits, chosen))
-    if kv is None and n_ctx < place.enough and place.on_cpu and place.room is not None:
-        longer = longest(place.enough, lambda n: _squeezed(place, n) is not None)
-        if longer > n_ctx and (squeezed := _squeezed(place, longer)) is not None:
+    warnings = []
+    if kv is None and n_ctx < place.usable and place.on_cpu and place.room is not None:
+        longer = longest(place.usable, lambda n: _squeezed(place, n) is not None)
+        if longer >= _WORTH * n_ctx and (squeezed := _squeezed(place, longer)) is not None:
+            warnings.append(_coarser(place, n_ctx, squeezed, longer))
             chosen, n_ctx = squeezed, longer
+    if place.room is not None and place.others(_LEAST) > place.room:
+        warnings.append(_too_large(place))
     n_ctx = max(n_ctx, min(_LEAST, place.most))
     n_bytes = place.size(chosen, n_ctx)
     taken = place.beside.n_contexts * n_bytes + place.others(n_ctx)
@@ -162,6 +178,28 @@ def fit(place: ContextPlace, kv: KVSetting | None) -> Fit:
         n_bytes=n_bytes,
         n_left=None if place.room is None else max(0, place.room - taken),
         n_ctx_train=place.shape.n_ctx_train,
+        warnings=tuple(warnings),
+    )
+
+
+def _coarser(place: ContextPlace, n_ctx: int, squeezed: KVSetting, longer: int) -> str:
+    assert place.room is not None
+    others = (
+        f"or a short context with kv=mixed and n_ctx={n_ctx}" if n_ctx >= _LEAST else "or a smaller model"
+    )
+    return (
+        f"{format_bytes(place.room)} are free: kv=mixed has room for {n_ctx:,} tokens, so rows are "
+        f"coarser here, kv={squeezed}, with room for {longer:,}. Answers get worse: free memory, {others}"
+    )
+
+
+def _too_large(place: ContextPlace) -> str:
+    assert place.room is not None
+    room = format_bytes(place.room)
+    return (
+        f"the weights ({format_bytes(place.weights)}) and what is loaded beside them take "
+        f"{format_bytes(place.others(_LEAST))}, and {room} are free: weights are read from the file again "
+        f"and again. memory= (--memory {room.replace(' ', '')}) reads layer by layer, or take a smaller model"
     )
 
 

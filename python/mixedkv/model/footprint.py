@@ -94,7 +94,6 @@ def n_layers_with_rows(model: ModelFile) -> int:
 
 _F16_BYTES = 2
 _LEAST_WINDOWS = 4  # answers at a time, as llama-server has unless told otherwise
-_MOST_TOKENS = 2**30  # llama.cpp counts cells in 32 bits
 
 # Where the file does not say which layers are recurrent: all but the last of every so many, from llama.cpp's
 # src/models/*.cpp.
@@ -249,19 +248,6 @@ def _part(layers: Sequence[LayerShape], kv: KVSetting, n_cells: int, n_seq: int)
         n_elements=n_cells * n_embd,
         view=max(_view_bytes(layer, n_cells + n_rows) for layer in layers) if n_rows else 0,
     )
-
-
-def longest_context(
-    shape: ModelShape, kv: KVSetting, n_bytes: int, n_seq: int = 1, sliding: Sliding = WINDOWED
-) -> int:
-    """Return the tokens of the largest context whose cache takes at most `n_bytes`, up to what the model was
-    trained with; 0 if none does.
-
-    Raises:
-        ValueError: as `footprint` does.
-    """
-    most = shape.n_ctx_train or _MOST_TOKENS
-    return longest(most, lambda n: footprint(shape, kv, n, n_seq, sliding).bytes <= n_bytes)
 
 
 def longest(most: int, fits: Callable[[int], bool]) -> int:

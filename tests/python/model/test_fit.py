@@ -60,13 +60,22 @@ def test_more_does_not_fit() -> None:
     assert not where.fits(parse_kv("mixed"), found.n_ctx + 256)
 
 
-def test_rows_are_made_coarser_only_to_reach_what_agents_need() -> None:
-    least = place("8B", 13 * GIB // 2)
-    assert fit(least, parse_kv("mixed")).n_ctx < 32_768
-    found = fit(least, None)
-    assert found.kv != parse_kv("mixed")
-    assert fit(least, parse_kv("mixed")).n_ctx < found.n_ctx <= 32_768
-    assert fit(place("8B", 24 * GIB), None).kv == parse_kv("mixed")
+def test_the_context_is_shortened_before_rows_are_made_coarser() -> None:
+    shorter = fit(place("8B", 13 * GIB // 2), None)
+    assert 8_192 <= shorter.n_ctx < 32_768
+    assert shorter.kv == parse_kv("mixed")
+    assert shorter.warnings == ()
+
+
+def test_coarser_rows_are_said_and_reach_4096_tokens_at_most() -> None:
+    tight = place("8B", 23 * GIB // 4)
+    alone = fit(tight, parse_kv("mixed"))
+    assert alone.n_ctx < 4_096
+    found = fit(tight, None)
+    assert alone.n_ctx < found.n_ctx <= 4_096
+    [warning] = found.warnings
+    assert f"kv=mixed has room for {alone.n_ctx:,} tokens" in warning
+    assert f"kv={found.kv}, with room for {found.n_ctx:,}" in warning
 
 
 def test_a_budget_is_kept() -> None:
@@ -122,13 +131,18 @@ def test_where_nothing_is_known_of_memory() -> None:
 
 
 def test_where_the_weights_alone_are_too_much() -> None:
-    assert fit(place("8B", 2 * GIB), None).n_ctx == 512
+    found = fit(place("8B", 2 * GIB), None)
+    assert found.n_ctx == 512
+    [warning] = found.warnings
+    assert (
+        "the weights (4.8 GiB) and what is loaded beside them take 4.9 GiB, and 2.0 GiB are free" in warning
+    )
+    assert "--memory 2.0GiB" in warning
 
 
 def test_the_line_is_for_people() -> None:
     assert str(fit(place("1B", 24 * GIB, n_seq=1), None)) == (
-        "131,072 tokens (the model's limit), mixed, 1.1 GiB: the likeliest token stays at 96 of 100 places; "
-        "21.7 GiB free"
+        "131,072 tokens (the model's limit), mixed, 1.1 GiB; 21.7 GiB free"
     )
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from mixedkv import Llama
-from mixedkv.config import parse_kv
-from mixedkv.model.footprint import Sliding, footprint, longest_context, model_shape
+from mixedkv.model.footprint import Sliding, footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from support import zoo
 
@@ -66,8 +65,3 @@ def test_windows_are_as_many_as_a_sixteenth_of_the_context_holds_but_four() -> N
     assert most.windows(512, 131072, 2) == 2
     assert Sliding().windows(512, 8192, 16) == 16
     assert Sliding(full=True, n_windows=8).n_cells(512, 8192, 16) == 8192
-
-
-def test_the_longest_context_is_the_trained_one(zoo_path: Callable[[str], Path]) -> None:
-    shape = model_shape(read_model_file(zoo_path("llama-64")))
-    assert longest_context(shape, parse_kv("mixed"), 2**40) == shape.n_ctx_train
