@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from mixedkv import _core
 from mixedkv.config import MixedKVConfig
+from mixedkv.config.mixed import did_you_mean
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.block import KVBlock
 from mixedkv.kv.evaluating import Evaluating
@@ -19,6 +20,32 @@ from mixedkv.limits import INT32_MAX
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.context_lock import exclusive, present
 from mixedkv.tokens import as_tokens
+
+_TUNABLE = ("quantization_threshold", "group_size", "sink_tokens")
+_SET_ONCE = ("busy",)
+_FOR_USERS = (
+    "can_cut",
+    "can_shift",
+    "checkpoint",
+    "clear",
+    "config",
+    "copy",
+    "exact_tokens",
+    "export",
+    "fill",
+    "keep",
+    "layer",
+    "layers",
+    "load",
+    "positions",
+    "remove",
+    "replace",
+    "resume",
+    "set_window",
+    "shift",
+    "stats",
+    "used",
+)
 
 
 class KVCache(Evaluating):
@@ -32,6 +59,23 @@ class KVCache(Evaluating):
 
     def __repr__(self) -> str:
         return f"<KVCache {self._setting}>"
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Set what can be tuned.
+
+        Raises:
+            AttributeError: there is no such setting: a misspelt one would have no effect.
+        """
+        if not (name.startswith("_") or name in _SET_ONCE or hasattr(type(self), name)):
+            known = ", ".join(_TUNABLE)
+            raise AttributeError(
+                f"llm.kv has no setting {name!r}{did_you_mean(name, _TUNABLE)}: these can be set: {known}"
+            )
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        """Return what a caller needs; the engine and the store use more, which may change."""
+        return [*_FOR_USERS, *_TUNABLE]
 
     @exclusive
     def stats(self, by_layer: bool = False) -> KVStats:

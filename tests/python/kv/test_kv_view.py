@@ -183,6 +183,24 @@ def test_models_with_layers_of_other_kinds(zoo_path: Callable[[str], Path], name
 # --- settings ---
 
 
+def test_a_misspelt_setting_is_refused(llm: Llama) -> None:
+    with pytest.raises(
+        AttributeError, match=r"no setting 'quantization_treshold' \(did you mean quantization_threshold\?\)"
+    ):
+        llm.kv.quantization_treshold = 3  # type: ignore[attr-defined]
+    with pytest.raises(
+        AttributeError, match="these can be set: quantization_threshold, group_size, sink_tokens"
+    ):
+        llm.kv.window = 3  # type: ignore[attr-defined]
+
+
+def test_dir_lists_what_a_caller_needs(llm: Llama) -> None:
+    names = dir(llm.kv)
+    assert {"stats", "export", "load", "quantization_threshold"} <= set(names)
+    assert len(names) <= 25
+    assert all(hasattr(type(llm.kv), name) for name in names)
+
+
 def test_a_smaller_window_takes_effect_at_once(llm: Llama) -> None:
     llm.kv.quantization_threshold = 32
     seq = llm.kv.stats().sequences[0]
