@@ -34,7 +34,7 @@ from mixedkv.limits import MAX_SEQUENCES, MAX_SNAPSHOTS, padded, whole
 from mixedkv.model.fit import Beside, Fit
 from mixedkv.model.footprint import model_shape
 from mixedkv.model.gguf_file import ModelFile, file_stamp, n_layers, n_mtp_layers, read_model_file
-from mixedkv.model.named_model import find_model, is_name
+from mixedkv.model.named_model import check_file, find_model, is_name
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.large_pages import move_to_large_pages
 from mixedkv.native.llama_arguments import (
@@ -100,6 +100,7 @@ class Llama(GuardedLlama):
         weights: a `Llama` of the same file, whose weights this one uses; closing it closes this one first.
         beside: what else the process will load, for n_ctx="fit" to leave memory to.
         **options: arguments of `llama_cpp.Llama`. Its embedding=True sets n_seq_max and kv_unified itself.
+            verbose=True shows llama.cpp's log, which the base class shows by default.
             Layers with a sliding window have rows for the window unless swa_full=True. A model stays mapped,
             and shared with other processes, with use_mmap=True; without, Linux has it in large pages.
 
@@ -146,7 +147,7 @@ class Llama(GuardedLlama):
         beside: Beside | None = None,
         **options: Unpack[LlamaOptions],
     ) -> None:
-        kwargs: dict[str, Any] = {**options, "swa_full": bool(options.get("swa_full"))}
+        kwargs: dict[str, Any] = {"verbose": False, **options, "swa_full": bool(options.get("swa_full"))}
         check_names(kwargs, Llama.__init__)
         check_numbers({**kwargs, "n_ctx": 0 if n_ctx == "fit" else n_ctx})
         self._guard()
@@ -157,6 +158,7 @@ class Llama(GuardedLlama):
         path = os.fsdecode(model_path)
         if is_name(path):
             path = str(find_model(path))
+        check_file(path)
         file = read_model_file(path)
         if file.get("attention.causal", True) is False:  # llama.cpp ends the process where a batch is cut
             kwargs["n_batch"] = min(kwargs.get("n_batch", 512), kwargs.get("n_ubatch", 512))
@@ -175,6 +177,8 @@ class Llama(GuardedLlama):
             beside=beside or Beside(),
         )
         choice = choose_context(asked, file, kwargs, embedding)
+        for text in choice.fit.warnings if choice.fit is not None else ():
+            warnings.warn(text, stacklevel=2)
         self._setting, self._n_windows, self._fit = choice.setting, choice.n_windows, choice.fit
         if load_mtp and not n_mtp_layers(file):
             raise UnsupportedModelError(f"load_mtp: {file.path} has no MTP layers")

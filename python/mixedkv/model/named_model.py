@@ -26,6 +26,7 @@ _PART = re.compile(r"(?P<prefix>.*)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _DEFAULT = "Q4_K_M"  # llama.cpp's choice where nothing is said
 _SHOWN = 12  # names in a message
+_TIMEOUT = 10.0  # seconds in which the hub answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,9 @@ def _files(repo: str) -> tuple[list[str], str]:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        return list(hub.HfApi().list_repo_files(repo)), ""
+        # one request: other functions of the library try for half a minute, and write a line each time
+        info = hub.HfApi().model_info(repo, timeout=_TIMEOUT)
+        return [file.rfilename for file in info.siblings or ()], ""
     except GatedRepoError:
         raise ValueError(
             f"model='hf:{repo}': accept its terms on the hub's page, and set HF_TOKEN to a token of yours"
@@ -250,6 +253,19 @@ def find_model(given: str | None) -> Path:
         return hub_model(given if is_hub_name(given) else PREFIX + given)
     model = PACKAGED[given.removesuffix(_F16)]
     return model.f16() if given.endswith(_F16) else model.quantised()
+
+
+def check_file(path: str) -> None:
+    """Check that there is a file where no name was given.
+
+    Raises:
+        FileNotFoundError: there is none; the message has names that are known.
+    """
+    if not Path(path).exists():
+        raise FileNotFoundError(
+            f"there is no model file {path!r}{did_you_mean(path, NAMES)}: give the path of a GGUF file, "
+            f"{', '.join(PACKAGED)}, or OWNER/REPO of the Hugging Face Hub"
+        )
 
 
 def refuse_name(given: str) -> NoReturn:

