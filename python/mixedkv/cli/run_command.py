@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mixedkv.bundled import limits_of_the_model
 from mixedkv.bundled.corpus import Recall, make_recall
 from mixedkv.cli.model import (
     add_llama_arguments,
@@ -18,6 +19,7 @@ from mixedkv.cli.model import (
     quiet,
     sampling_options,
 )
+from mixedkv.cli.piped import read_piped, read_stdin
 from mixedkv.cli.words import add, add_n_predict, add_switch, flags, is_model, take_words
 from mixedkv.config import parse_kv
 from mixedkv.kv.stats import KVStats, format_saving
@@ -37,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(parser, flags("model"), "MODEL", MODEL_HELP)
     add(parser, "words", "TEXT", "prompt; before it a model, as with -m, or only its file", nargs="*")
-    prompt = parser.add_mutually_exclusive_group()
-    add(prompt, "-p --prompt", "TEXT", "the prompt, as an option")
-    add(prompt, "-f --file", "FILE", "read the prompt from a file; - is stdin")
+    add(parser, "-p --prompt", "TEXT", "the prompt, as an option")
+    text = "append a text to the prompt; - is stdin, which is read unasked when it is a pipe or a file"
+    add(parser, "-f --file", "FILE", text)
     add(parser, "--image", "FILE", "image to ask about; repeat for more", action="append", default=[])
     text = "continue the prompt as it is (default: a question, if the model has a chat template)"
     add_switch(parser, "--raw", text)
@@ -53,20 +55,22 @@ def run(args: argparse.Namespace) -> None:
     take_words(args)
     parse_kv(args.kv or "mixed")  # before a model is read
     args.text = _take_model(args)
-    if args.text is not None and (args.prompt is not None or args.file is not None):
-        raise ValueError("-p and -f are not allowed with TEXT: give the prompt once")
-    demo = _demo(args)
-    text = "" if demo else _read_prompt(args)
+    if args.text is not None and args.prompt is not None:
+        raise ValueError("-p is not allowed with TEXT: give the prompt once")
+    text = _read_prompt(args)
+    demo = make_recall(_DEMO_SEED, _DEMO_SENTENCES, where=0.1) if text is None else None
     path = find_model(args.model)
     encoder = image_encoder(args, path)
     if args.image:
-        _see(args, path, encoder, text)
+        _see(args, path, encoder, text or "")
         return
     with quiet(not args.verbose), open_model(path, args) as llm:
         if llm.fitted is not None and sys.stderr.isatty():
             print(llm.fitted, file=sys.stderr)
         if demo and sys.stderr.isatty():
             print(_introduce(demo), file=sys.stderr)
+        if args.model is None and demo is None:
+            print(f"mixedkv: warning: {limits_of_the_model()}", file=sys.stderr)
         options = {"max_tokens": args.n_predict, "stream": True, **sampling_options(args, path)}
         if demo and args.temp is None:
             options["temperature"] = 0.0  # the question has one right answer
@@ -74,7 +78,12 @@ def run(args: argparse.Namespace) -> None:
         is_chat = not args.raw and has_format
         if not has_format and not args.raw:
             print(f"{path.name} is a base model: it continues your text", file=sys.stderr)
-        prompt = demo.messages if demo else [{"role": "user", "content": text}] if is_chat else text
+        prompt: str | list[dict[str, str]]
+        if text is None:
+            assert demo is not None
+            prompt = demo.messages
+        else:
+            prompt = [{"role": "user", "content": text}] if is_chat else text
         clock = _Clock(llm)
         for piece in clock.watch(with_prompt_bar(llm, _stream(llm, prompt, options))):
             print(piece, end="", flush=True)
@@ -110,12 +119,6 @@ def _see(args: argparse.Namespace, path: Path, encoder: Path | None, text: str) 
     print(f"{answer.result.usage.prompt_tokens} tokens; {_cache(stats)}", file=sys.stderr)  # type: ignore
 
 
-def _demo(args: argparse.Namespace) -> Recall | None:
-    if args.text is None and args.prompt is None and args.file is None and args.model is None:
-        return make_recall(_DEMO_SEED, _DEMO_SENTENCES, where=0.1)
-    return None
-
-
 def _introduce(demo: Recall) -> str:
     return (
         f"The bundled model reads a journal of {len(demo.journal)} sentences. One of the first is\n"
@@ -124,15 +127,37 @@ def _introduce(demo: Recall) -> str:
     )
 
 
-def _read_prompt(args: argparse.Namespace) -> str:
-    text: str | None = args.text if args.prompt is None else args.prompt
-    if args.file is not None:
-        text = sys.stdin.read() if args.file == "-" else Path(args.file).read_text(encoding="utf-8")
-    if text is None:
-        raise ValueError(f"{args.model}: a model of your own needs a prompt: add TEXT or -f FILE")
-    if not text:
+def _read_prompt(args: argparse.Namespace) -> str | None:
+    """Return TEXT or -p's, and after an empty line what -f names and what is piped in; None for the demo.
+
+    Raises:
+        ValueError: a model was named and nothing was given, or all that was given is empty.
+        OSError: a file cannot be read.
+    """
+    asked = args.text if args.prompt is None else args.prompt
+    texts = [] if asked is None else [asked]
+    if args.file not in (None, "-"):
+        texts.append(_decoded(Path(args.file).read_bytes(), args.file))
+    if args.file == "-":
+        texts.append(_decoded(read_stdin(), "stdin"))
+    elif (piped := read_piped(wait=bool(texts) or args.model is not None)) is not None:
+        texts.append(_decoded(piped, "stdin"))
+    if not texts:
+        if args.model is None:
+            return None
+        raise ValueError(
+            f"{args.model}: a model of your own needs a prompt: add TEXT or -f FILE, or pipe a text in"
+        )
+    if not (text := "\n\n".join(text for text in texts if text)):
         raise ValueError("the prompt is empty")
     return text
+
+
+def _decoded(data: bytes, name: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not a text in UTF-8 (byte {error.start}): convert it first") from None
 
 
 def _stream(llm: Llama, prompt: str | list[dict[str, str]], options: dict[str, Any]) -> Iterator[str]:

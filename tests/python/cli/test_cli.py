@@ -19,7 +19,7 @@ from mixedkv.bundled.corpus import make_recall
 from mixedkv.cli import main
 from mixedkv.config import parse_kv
 from mixedkv.kv.stats import format_saving
-from mixedkv.model.footprint import footprint, longest_context, model_shape
+from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from support import prefork
 from support.image_support import png
@@ -76,6 +76,47 @@ def test_run_with_the_chat_template(tmp_path: Path) -> None:
     assert answers[0] == answers[1] == answers[2] != "\n"
 
 
+def test_run_appends_what_is_piped_in_and_a_file(tmp_path: Path) -> None:
+    """`cat journal | mixedkv run "Summarise:"`: nothing of it is dropped."""
+    journal, question = " ".join(RECALL.journal), RECALL.fact.question
+    (tmp_path / "journal.txt").write_text(journal)
+    options = ("--temp", 0, "-n", 40)
+    whole = run("run", *options, f"{journal}\n\n{question}").stdout
+    assert whole == run("run", *options, journal, stdin=question).stdout
+    assert whole == run("run", *options, "-p", journal, stdin=question).stdout
+    assert whole == run("run", *options, "-f", tmp_path / "journal.txt", stdin=question).stdout
+    assert whole != run("run", *options, question).stdout
+    assert run("run", *options, stdin=question).stdout == run("run", *options, question).stdout
+
+
+def test_run_says_that_it_waits_for_a_pipe() -> None:
+    with subprocess.Popen(
+        [*COMMAND, "run", "Mira", "-n", "1"], stdin=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as done:
+        assert b"waiting for the end of standard input" in done.stderr.readline()
+        done.stdin.close()
+        assert done.wait(PATIENCE) == 0
+
+
+def test_the_demo_does_not_wait_for_a_pipe_that_was_left_open() -> None:
+    with subprocess.Popen([*COMMAND, "run"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as done:
+        assert b"code" in done.stdout.readline()
+        assert done.wait(PATIENCE) == 0
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "picture").write_bytes(b"a\xff\xfe")
+    done = run("run", "-f", tmp_path / "picture", code=2)
+    assert done.stderr.endswith("picture is not a text in UTF-8 (byte 1): convert it first\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warned"), [(["Hello"], True), ([], False), (["-m", model_path(), "Hello"], False)]
+)
+def test_the_bundled_model_says_what_it_cannot_do(arguments: list[str], warned: bool) -> None:
+    assert ("talks nonsense otherwise" in run("run", "-n", 1, *arguments).stderr) == warned
+
+
 def test_run_with_another_model_and_a_seed(tmp_path: Path) -> None:
     (tmp_path / "other.gguf").symlink_to(model_path())
     sampled = ["run", "-m", tmp_path / "other.gguf", "--raw", "-p", "On Monday", "--temp", "1", "-n", 20]
@@ -115,14 +156,32 @@ def test_info_as_json() -> None:
 def test_info_says_what_fits(spec: str) -> None:
     report = json.loads(run("info", "--json", "--kv", spec).stdout)
     longest = report["caches"][0]["longest_n_ctx"]
-    shape, kv = model_shape(read_model_file(model_path())), parse_kv(spec)
-    assert longest == shape.n_ctx_train  # which fits here
-    room = footprint(shape, kv, 4096).bytes
-    assert longest_context(shape, kv, room) == 4096
-    assert longest_context(shape, kv, room - 1) < 4096
-    assert longest_context(shape, kv, 1000) == 0
+    assert longest == model_shape(read_model_file(model_path())).n_ctx_train  # which fits here
     line = next(line for line in run("info", "--kv", spec).stdout.splitlines() if line.split()[:1] == [spec])
     assert len(line.split()) == 8  # "6.9 MiB" are two
+
+
+@pytest.mark.parametrize("spec", ["f16", "mixed"])
+def test_info_and_a_fitted_llama_say_the_same(
+    spec: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Compute buffers count in both."""
+    room = 40 << 20
+    monkeypatch.setattr("mixedkv.context_choice.memory_room", lambda: room)
+    assert main(["info", "--json", "--kv", spec]) == 0
+    longest = json.loads(capsys.readouterr().out)["caches"][0]["longest_n_ctx"]
+    with Llama(model_path(), kv=spec, n_ctx="fit", verbose=False) as llm:
+        assert longest == llm.fitted.n_ctx < 8192
+
+
+def test_info_says_what_serve_would_choose(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mixedkv.context_choice.memory_room", lambda: 5 << 20)
+    assert main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert "`mixedkv serve` takes" in out
+    assert "Warning: the weights (4.8 MiB) and what is loaded beside them" in " ".join(out.split())
 
 
 def test_info_of_sequences_that_share_a_context() -> None:
@@ -184,7 +243,7 @@ def test_words_of_the_context() -> None:
         (["run", "-m", __file__, "-p", "x"], "no GGUF file"),
         (["run", "-m", str(model_path())], "add TEXT or -f FILE"),
         (["run", "-p", ""], "the prompt is empty"),
-        (["run", "-p", "x", "-f", "y"], "not allowed with"),
+        (["run", "-p", "x", "-f", "none.txt"], "none.txt: No such file or directory"),
         (["run", "x", "-p", "y"], "not allowed with"),
         (["run", "-f", "none.txt"], "none.txt: No such file or directory"),
         (["run", "--kv", "mixed:threshold=8"], "threshold=8 is smaller than group=16"),
@@ -374,7 +433,7 @@ def test_ctrl_c() -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX pipes")
 def test_a_closed_pipe_ends_quietly() -> None:
-    with subprocess.Popen([*COMMAND, *ENDLESS], **PIPES) as process:
+    with subprocess.Popen([*COMMAND, *ENDLESS, "-m", str(model_path())], **PIPES) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.read(1)
@@ -422,7 +481,7 @@ def test_images_in_a_prompt_and_a_chat(tmp_path: Path) -> None:
     assert done.stdout == told
     assert "none.png: No such file or directory" in done.stderr
     done = run("chat", *options, "--history", tmp_path / "talk", stdin="And now?\n")
-    assert re.search(r"3\d not evaluated again", done.stderr)
+    assert re.search(r"3\d from cache", done.stderr)
     done = run("chat", "--history", tmp_path / "talk", stdin="And now?\n", code=2)
     assert "this chat has images: give the model's image encoder with --mmproj FILE" in done.stderr
 
@@ -431,7 +490,7 @@ def test_a_base_model_continues_and_says_so(zoo_path) -> None:
     base = zoo_path("llama-64")
     assert "is a base model: it continues your text" in run("run", base, "x", "-n", 1, "-c", 256).stderr
     refused = run("chat", base, stdin="x\n", code=2).stderr
-    assert "was not taught to chat" in refused
+    assert "not tuned for chat" in refused
     assert "--chat-format chatml" in refused
     run("chat", base, "--chat-format", "chatml", "-n", 4, "-c", 256, stdin="x\n")
 
