@@ -30,7 +30,7 @@ _VARIABLE = "MIXEDKV_LLM_MODELS"  # more of them: NAME=FILE, or what -m takes, w
 _KEPT = "mixedkv-kv"  # in llm's folder
 _DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 _STOP_SECONDS = 30.0
-_BASE = "schemas and tools need a model that was taught to chat, or -o chat_format chatml"
+_BASE = "schemas and tools need a model that is tuned for chat, or -o chat_format chatml"
 _LOADING = "mixedkv: the model was not loaded"
 
 

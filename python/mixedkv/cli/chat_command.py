@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from rich.console import Console
 from rich.text import Text
 
+from mixedkv.bundled import limits_of_the_model
 from mixedkv.chat import ChatResult, ChatUsage, MessageCache
 from mixedkv.cli.chat_commands import ChatCommands, ChatHistory
 from mixedkv.cli.chat_terminal import StopSignal, markdown_shown, questions, show_markdown
@@ -98,9 +99,11 @@ def chat(args: argparse.Namespace) -> None:
         _tell("the messages were kept in plain text: they are encrypted now")
     if not (args.chat_format or "tokenizer.chat_template" in read_model_file(path).metadata):
         raise ValueError(
-            f"{path.name} is a base model: it was not taught to chat. Have it continue a text with "
+            f"{path.name} is a base model, not tuned for chat. Make it continue a text with "
             "`mixedkv run`, or chat all the same with --chat-format chatml"
         )
+    if args.model is None:
+        _tell(limits_of_the_model())
     encoder = image_encoder(args, path)
     if encoder is None and any(message.get("images") for message in history.messages):
         raise ValueError("this chat has images: give the model's image encoder with --mmproj FILE")
@@ -197,7 +200,7 @@ def _took(usage: ChatUsage, seconds: float) -> str:
         usage.source, ""
     )
     text = (
-        f"{usage.prompt_tokens} tokens: {usage.cached_tokens} not evaluated again{where}, "
+        f"{usage.prompt_tokens} tokens: {usage.cached_tokens} from cache{where}, "
         f"{usage.evaluated_tokens} evaluated; first token after {usage.seconds_to_first_token:.2f} s"
     )
     if usage.completion_tokens > 1 and seconds > usage.seconds_to_first_token:

@@ -27,7 +27,7 @@ def chat(stdin: str, *options: str | Path, code: int = 0) -> subprocess.Complete
 
 def took(done: subprocess.CompletedProcess[str]) -> list[tuple[int, int, str]]:
     """Of each turn: tokens that were not evaluated again, those that were, and where from."""
-    found = re.findall(r"tokens: (\d+) not evaluated again( \(from \w+\))?, (\d+) evaluated", done.stderr)
+    found = re.findall(r"tokens: (\d+) from cache( \(from \w+\))?, (\d+) evaluated", done.stderr)
     return [(int(cached), int(evaluated), where) for cached, where, evaluated in found]
 
 

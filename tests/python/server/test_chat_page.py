@@ -84,7 +84,9 @@ def ask(page: Any, text: str, n_answers: int = 1) -> None:
 
 
 def ended(page: Any, n_answers: int = 1) -> None:
-    playwright.expect(page.locator("article.assistant [aria-label='Answer again']")).to_have_count(n_answers)
+    playwright.expect(page.locator("article.assistant [aria-label='Regenerate this answer']")).to_have_count(
+        n_answers
+    )
 
 
 def answer_text(page: Any) -> str:
@@ -103,7 +105,7 @@ def test_a_chat_is_kept_and_its_tokens_are_not_evaluated_again(server: Server, o
     ask(page, "And the lamp?", 2)
     cached = server.wait_until_idle()["recent"][0]["cached_tokens"]
     assert cached > 0
-    assert f"{cached} tokens not evaluated again" in note(page)
+    assert f"{cached} tokens from cache" in note(page)
     before = page.locator("#log").inner_text()
     page.reload()
     ended(page, 2)
@@ -157,14 +159,14 @@ def test_an_edit_begins_a_branch(server: Server, open_page: OpenPage) -> None:
     playwright.expect(page.locator("article.user > .body").last).to_have_text("Second, edited")
     ended(page, 2)
     assert [m["content"] for m in asked[-1]["messages"]] == ["First", "One.", "Second, edited"]
-    assert "1,204 tokens not evaluated again" in note(page)
+    assert "1,204 tokens from cache" in note(page)
     last = page.locator("article.user").last
     playwright.expect(last).to_contain_text("2 of 2")
     last.locator("[aria-label='The version before']").click()
     playwright.expect(page.locator("article.user > .body").last).to_have_text("Second")
     page.reload()
     playwright.expect(page.locator("article.user > .body").last).to_have_text("Second")
-    page.locator("article.assistant [aria-label='Answer again']").last.click()
+    page.locator("article.assistant [aria-label='Regenerate this answer']").last.click()
     playwright.expect(page.locator("article.assistant").last).to_contain_text("2 of 2")
     assert [m["content"] for m in asked[-1]["messages"]] == ["First", "One.", "Second"]
 
@@ -325,7 +327,7 @@ def test_an_error_is_shown_and_the_next_try_works(server: Server, open_page: Ope
     ask(page, "First")
     assert "The queue is full." in note(page)
     asked = says(page, {"content": "Now."})
-    page.click("article.assistant [aria-label='Answer again']")
+    page.click("article.assistant [aria-label='Regenerate this answer']")
     playwright.expect(page.locator("article.assistant > .body").first).to_have_text("Now.")
     assert [m["content"] for m in asked[0]["messages"]] == ["First"]
 
@@ -370,7 +372,7 @@ def test_it_fits_a_phone_and_can_be_read(server: Server, open_page: OpenPage, sc
 def test_a_base_model_continues_the_text(open_page: OpenPage, zoo_path: Callable[[str], Path]) -> None:
     with running("-m", str(zoo_path("llama-64")), "--n-ctx", "512") as server:
         page = open_page(server, viewport=PHONE, has_touch=True, is_mobile=True)
-        page.wait_for_selector("text=It is a base model, which was not taught to chat.")
+        page.wait_for_selector("text=It is a base model, which is not tuned for chat.")
         assert page.get_attribute("#text", "placeholder") == "Text to continue"
         page.click("#open-settings")
         page.fill("#max_tokens", "4")

@@ -335,7 +335,7 @@ class Tokenizer:
     def _format(self, messages: Messages) -> Any:
         if self._formatter is None:
             raise ValueError(
-                "this is a base model: it continues texts and was not taught to chat. Send a text to "
+                "this is a base model: it continues texts and is not tuned for chat. Send a text to "
                 "/v1/completions or /api/generate, or serve it with --chat-format chatml to chat all the same"
             )
         try:

@@ -90,7 +90,7 @@ function messages(of, end) {
   return out;
 }
 
-/** A base model was not taught to chat: it continues the text of all messages. */
+/** A base model is not tuned for chat: it continues the text of all messages. */
 const isBase = (of) => (models.find((each) => each.id === of.settings.model) ?? models[0])?.meta.chats === false;
 
 async function answer(of, parent) {
@@ -122,7 +122,7 @@ async function receive(writing, body) {
     if (event.error) throw new Error(event.error.message);
     const { delta = {}, text = "", finish_reason } = event.choices?.[0] ?? {};
     const { total, cache, processed } = event.prompt_progress ?? {};
-    node.progress = total ? `Reading: ${processed} of ${count(total, "token")}, ${cache} of them known` : "";
+    node.progress = total ? `Processing prompt: ${processed} of ${count(total, "token")}${cache ? `, ${cache} from cache` : ""}` : "";
     node.content += delta.content ?? text;
     node.reasoning += delta.reasoning_content ?? "";
     for (const call of delta.tool_calls ?? []) addCall(node, call);
@@ -147,7 +147,7 @@ function addCall(node, { index, id, function: called }) {
 function note(usage, reason, seconds) {
   if (!usage) return "";
   const { completion_tokens: n, prompt_tokens_details: { cached_tokens: cached }, dropped_tokens: dropped } = usage;
-  return [cached && `${count(cached, "token")} not evaluated again`, dropped && `${count(dropped, "token")} left out: the chat is longer than the context`,
+  return [cached && `${count(cached, "token")} from cache`, dropped && `${count(dropped, "token")} left out: the chat is longer than the context`,
     count(n, "token"), n > 1 && `${(n / seconds).toFixed(1)}/s`, reason === "length" && "cut: as long as it may be"].filter(Boolean).join(" · ");
 }
 
@@ -195,7 +195,7 @@ function show(toEnd = true) {
 function hello() {
   const enter = touches() ? "Enter begins a new line. The button sends." : "Enter sends, Shift+Enter begins a new line.";
   return make("div", "empty soft", make("h3", "", isBase(chat) ? "This model continues your text" : "What is on your mind?"),
-    make("p", "", (isBase(chat) ? "It is a base model, which was not taught to chat. " : "") + enter));
+    make("p", "", (isBase(chat) ? "It is a base model, which is not tuned for chat. " : "") + enter));
 }
 
 /** Change the log; its end stays in view if it was, or with `always`. */
@@ -253,7 +253,7 @@ function foot(node, element) {
     const said = { stopped: "Stopped", writing: "Not finished: it is written in another tab, or the page was closed" }[node.state];
     if (node.error) out.push(make("span", "alert", node.error));
     out.push(make("span", "soft", node.note || said || ""));
-    out.push(button("Again", "Answer again", () => idle() && answer(chat, node.parent)));
+    out.push(button("Regenerate", "Regenerate this answer", () => idle() && answer(chat, node.parent)));
   } else if (node.role === "user") out.push(button("Edit", "Edit and begin a branch", () => idle() && edit(node, element)));
   if (node.content) out.push(button("Copy", "Copy the text", (event) => copy(node.content, event.target)));
   return out;
