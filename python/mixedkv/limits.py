@@ -7,10 +7,12 @@ from __future__ import annotations
 import math
 import operator
 from numbers import Real
+from typing import Any
 
 INT32_MAX = 2**31 - 1  # positions, tokens and counts are int32
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
 MAX_SNAPSHOTS = 64  # of a recurrent state; each takes the memory of one
+_MAX_DEPTH = 64  # of objects and lists in a schema, in arguments or variables
 CELLS = 256  # a context is a multiple of so many tokens
 
 RANGES: dict[str, tuple[float, float]] = {  # of settings of sampling: in Python, schemas, settings, options
@@ -97,3 +99,18 @@ def check_sampling(name: str, value: float, said: str = "") -> None:
 def padded(n_ctx: int) -> int:
     """Return the context that llama.cpp makes of `n_ctx` tokens: rounded up to whole `CELLS`."""
     return -(-n_ctx // CELLS) * CELLS
+
+
+def check_depth(value: Any, name: str) -> None:
+    """Refuse objects and lists that are nested too deeply.
+
+    Raises:
+        ValueError: objects or lists that are nested too deep: templates go through them by recursion.
+    """
+    todo = [(value, 0)]
+    while todo:
+        item, depth = todo.pop()
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"{name}: nested deeper than {_MAX_DEPTH} objects and lists: make it flatter")
+        inner = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
+        todo += [(part, depth + 1) for part in inner]

@@ -81,7 +81,7 @@ class _Parser(argparse.ArgumentParser):
         self.add_arguments()
         found, rest = super().parse_known_args(*args, **options)
         if rest:
-            self.error(unknown(rest, self._option_string_actions))
+            self.error(unknown(rest, self._option_string_actions, serves=self.prog.endswith(" serve")))
         if "options" not in found:  # the innermost command's come first
             found.options = frozenset(self._option_string_actions)
         return found, rest

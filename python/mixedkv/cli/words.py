@@ -13,6 +13,7 @@ from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
+from mixedkv.cli.llama_options import ABSENT, INSTEAD, OF_SERVER
 from mixedkv.config import UniformKV, parse_kv
 from mixedkv.config.mixed import did_you_mean
 from mixedkv.limits import INT32_MAX, RANGES
@@ -135,6 +136,8 @@ if TYPE_CHECKING:
 # beside `--` and the name of a field
 _SHORT = {
     "model": "-m",
+    "model_name": "-a",
+    "verbose": "-v",
     "n_ctx": "-c",
     "n_gpu_layers": "-ngl",
     "threads": "-t",
@@ -151,38 +154,6 @@ _LONG = {
     "n_ubatch": "--ubatch-size",
 }
 
-_INSTEAD = {  # of llama.cpp's options
-    **dict.fromkeys(
-        ("-fa", "--flash-attn"), "attention over quantised rows is fused unless --kv says attention=merged"
-    ),
-    **dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive"), "`mixedkv chat` is the conversation"),
-    **dict.fromkeys(("-no-cnv", "--no-conversation"), "`mixedkv run` answers once, --raw continues a text"),
-    **dict.fromkeys(("-sys", "--system", "--system-prompt"), "`mixedkv chat --system TEXT` has one"),
-    **dict.fromkeys(("--no-mmap", "--mlock"), "--stream-layers and --memory say how weights are read"),
-    **dict.fromkeys(
-        ("--grammar", "--grammar-file", "-j", "--json-schema"), "a request to `mixedkv serve` brings its own"
-    ),
-    **dict.fromkeys(("-np", "--parallel", "--alias", "--api-key"), "that is for `mixedkv serve`"),
-    "--image": "`mixedkv run` has it, a chat `/image FILE`, and requests bring theirs",
-    **dict.fromkeys(("-n", "--n-predict", "--predict"), "each request says its max_tokens"),
-    **dict.fromkeys(("-md", "--model-draft"), "write --speculation FILE"),
-    "--embedding": "write --embeddings",
-    **dict.fromkeys(
-        ("--rerank", "--reranking", "--pooling"), "a model that ranks or embeds is known by its file"
-    ),
-    **dict.fromkeys(("-cb", "--cont-batching", "--metrics", "--webui"), "it is always there"),
-    "--slots": "/v1/stats lists sequences",
-    "--cache-reuse": "write --reuse chunks",
-    "--timeout": "write --request-timeout S or --read-timeout S",
-    "--ssl-key-file": "write --tls-key FILE",
-    "--ssl-cert-file": "write --tls-cert FILE",
-    **dict.fromkeys(("--chat-template", "--chat-template-file"), "write --chat-format FILE"),
-    **dict.fromkeys(
-        ("--temp", "--top-k", "--top-p", "--min-p", "--repeat-penalty", "-s", "--seed"),
-        "write --sampling temperature=T,top_k=K,seed=N",
-    ),
-    "--color": "answers on a terminal have colours",
-}
 _FIELD = re.compile(r"(?<![\w/.'\"=-])[a-z]+(?:_[a-z]+)+\b|(?:^|(?<=and ))[a-z]+(?==)", re.ASCII)
 _THOUSANDS = re.compile(r"(\d{1,6})k", re.IGNORECASE | re.ASCII)
 
@@ -255,16 +226,23 @@ def is_model(text: str) -> bool:
     return len(text.split()) == 1 and (text.endswith(".gguf") or text in NAMES or is_hub_name(text))
 
 
-def unknown(words: Iterable[str], known: Iterable[str]) -> str:
-    """Return what is said of arguments that a command does not have; of llama.cpp's, what to do instead."""
+def unknown(words: Iterable[str], known: Iterable[str], *, serves: bool = False) -> str:
+    """Return what is said of arguments that a command does not have; of llama.cpp's, what to do instead.
+
+    Args:
+        serves: it is the command that serves.
+    """
     words = list(words)
     word = next((each for each in words if each.startswith("-")), words[0])
     name = word.partition("=")[0]
-    if instead := _INSTEAD.get(name):
+    if instead := (OF_SERVER.get(name) if serves else None) or INSTEAD.get(name):
         return f"there is no {name}: {instead}"
     if not word.startswith("-"):
         return f"{word!r} is one argument too many"
-    return f"there is no option {name}{did_you_mean(name, known)}"
+    hint = did_you_mean(name, known)
+    if name in ABSENT or (name in OF_SERVER and not hint):
+        return f"there is no {name}: llama.cpp has it, and there is nothing like it here"
+    return f"there is no option {name}{hint}"
 
 
 def as_options(text: str, known: Container[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable
 from typing import Annotated, Any, TypeVar
@@ -21,7 +22,7 @@ from pydantic import (
 from typing_extensions import Self
 
 from mixedkv.ids import MAX_LENGTH, PATTERN
-from mixedkv.limits import INT32_MAX, RANGES
+from mixedkv.limits import INT32_MAX, RANGES, check_depth
 from mixedkv.sessions.records import few
 
 IGNORED = "Accepted and ignored."  # beginning of the description of a field without effect
@@ -168,6 +169,34 @@ class SamplingFields(Model):
     presence_penalty: Finite | None = ranged("presence_penalty")
     frequency_penalty: Finite | None = ranged("frequency_penalty")
     seed: Seed | None = about("Below zero, where llama-server and Ollama have it so: another one each time.")
+
+
+_MAX_VARIABLES = 1 << 16  # characters of chat_template_kwargs
+_OURS = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+_VARIABLE = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]{0,63}")
+
+
+def check_variables(variables: dict[str, Any]) -> None:
+    """Check variables that are given to a chat template.
+
+    Raises:
+        ValueError: one is the server's to set, or they are too large or no JSON.
+    """
+    try:
+        check_depth(variables, "")
+        text = json.dumps(variables, ensure_ascii=False, allow_nan=False)
+        text.encode("utf-8")
+    except ValueError as error:
+        raise ValueError(str(error).removeprefix(": ")) from None
+    if len(text) > _MAX_VARIABLES:
+        raise ValueError(f"{len(text)} characters are more than {_MAX_VARIABLES}: say less")
+    for name in variables:
+        if name in _OURS:
+            raise ValueError(f"{name} is the server's to say: leave it out")
+        if not _VARIABLE.fullmatch(name):
+            raise ValueError(f"{name!r:.80} is no name of a variable: use letters, digits and _")
+    if not isinstance(variables.get("enable_thinking", True), bool):
+        raise ValueError("enable_thinking: give true or false")
 
 
 # docs/openai-fields.md is made from descriptions and IGNORED

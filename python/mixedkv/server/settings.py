@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 from pydantic import ValidationError, field_validator, model_validator
 
@@ -15,7 +16,7 @@ from mixedkv.doors.settings import SIZE, DoorSettings, Gigabytes, Megabytes, Sev
 from mixedkv.hosts import is_local
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS
 from mixedkv.prompts.overflow import Overflow
-from mixedkv.server.fields import SamplingFields
+from mixedkv.server.fields import SamplingFields, check_variables
 from mixedkv.sessions.metadata import beside
 from mixedkv.sizes import parse_duration, parse_size
 from mixedkv.start.sequences import Reuse
@@ -46,6 +47,7 @@ def parse_keep_alive(value: object) -> float:
     return math.inf if text.startswith("-") else seconds
 
 
+Reasoning = Literal["auto", "on", "off"]
 ENV_PREFIX = "MIXEDKV_"
 IN_MEMORY = "sqlite:"
 _DRAFTERS = ("", "off", "prompt-lookup", "mtp")
@@ -80,6 +82,22 @@ def parse_sampling(text: str) -> dict[str, Any]:
         raise ValueError(f"{first['loc'][0]}: {in_words(first['msg'], of_option=True)}") from None
 
 
+def parse_variables(text: str) -> dict[str, Any]:
+    """Return variables of a chat template: of a JSON object.
+
+    Raises:
+        ValueError: it is none, or a name cannot be a variable's.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"it is no JSON ({error}): give an object of variables") from None
+    if not isinstance(found, dict):
+        raise ValueError('give an object of variables, as {"enable_thinking": false}')
+    check_variables(found)
+    return found
+
+
 def _check_drafter(text: str) -> None:
     if text not in _DRAFTERS and not text.endswith(".gguf") and not Path(text).is_file():
         raise ValueError("use off, prompt-lookup, mtp, or the GGUF file of a smaller model")
@@ -99,6 +117,7 @@ class ServerSettings(DoorSettings):
         "keep_alive": parse_keep_alive,
         "reuse": parse_reuse,
         "sampling": parse_sampling,
+        "chat_template_kwargs": parse_variables,
         "speculation": _check_drafter,
     }
     GROUPS: ClassVar[Mapping[str, str]] = {
@@ -107,7 +126,8 @@ class ServerSettings(DoorSettings):
         "machine": "threads threads_batch n_batch n_ubatch n_gpu_layers stream_layers memory",
         "reuse of KV": "reuse store store_key_file store_remote recheck max_kv_size_gb max_ram_gb eviction "
         "max_age warm",
-        "answers": "sampling speculation n_rs_seq strict embeddings embedding_n_ctx",
+        "answers": "sampling speculation n_rs_seq reasoning reasoning_budget chat_template_kwargs strict "
+        "embeddings embedding_n_ctx",
         "network": "host port root_path tls_cert tls_key allow",
         "keys and sessions": "api_key_file api_key metrics_key_file allow_no_keys metadata_url",
         "limits": "max_queue request_timeout read_timeout drain_timeout max_body_mb max_connections",
@@ -208,6 +228,26 @@ class ServerSettings(DoorSettings):
         "sampling of requests that do not set it: temperature=0.7,top_k=40,seed=1 (default: what the model's "
         "file recommends, else llama-server's)",
         "NAME=X,...",
+    )
+    reasoning: Reasoning = option(
+        "auto",
+        "off: models do not think before they answer, where their templates can turn that off; on, auto: as "
+        "the template has it. A request's own reasoning_effort, think or thinking goes before",
+        "HOW",
+    )
+    reasoning_budget: int = option(
+        -1,
+        "tokens after which a thought is ended, where the request does not say; 0 ends it at once (default: "
+        "-1, never)",
+        "N",
+        -1,
+        INT32_MAX,
+    )
+    chat_template_kwargs: str = option(
+        "",
+        "variables of the chat template as a JSON object, for requests that do not set them, e.g. "
+        '{"enable_thinking": false}',
+        "JSON",
     )
     overflow: Overflow = option(
         "refuse",
@@ -324,6 +364,11 @@ class ServerSettings(DoorSettings):
     def default_sampling(self) -> dict[str, Any]:
         """Fields of `Sampling` for requests that do not set them."""
         return parse_sampling(self.sampling) if self.sampling else {}
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Variables of chat templates that requests do not set."""
+        return parse_variables(self.chat_template_kwargs) if self.chat_template_kwargs else {}
 
     @property
     def reuses_chunks(self) -> bool:

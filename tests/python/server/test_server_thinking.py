@@ -122,6 +122,31 @@ def test_thinking_can_be_turned_off(own: Server, change: Any) -> None:
     assert not getattr(message, "reasoning_content", None)
 
 
+@pytest.mark.parametrize(
+    "options", [("--reasoning", "off"), ("--chat-template-kwargs", '{"enable_thinking": false}')]
+)
+def test_thinking_can_be_turned_off_for_all(options: tuple[str, ...]) -> None:
+    """A request that says something about it is answered as it says."""
+    with serve(OWN, *options) as server:
+        assert prompt_of(server).endswith("<think>\n\n</think>\n\n")
+        for change in ({"chat_template_kwargs": {"enable_thinking": True}}, {"reasoning_effort": "low"}):
+            assert not prompt_of(server, **change).endswith("</think>\n\n")
+        both = {"chat_template_kwargs": {"enable_thinking": False}, "reasoning_effort": "low"}
+        assert prompt_of(server, **both).endswith("</think>\n\n")
+        asked = {"model": MODEL, "messages": [USER]}
+        count = {
+            name: server.post("/v1/messages/count_tokens", {**asked, **change})["input_tokens"]
+            for name, change in (("as_served", {}), ("on", {"thinking": {"type": "adaptive"}}))
+        }
+        assert count["on"] < count["as_served"]
+
+
+def test_a_budget_of_all_thoughts() -> None:
+    with serve(BEGUN, "--reasoning-budget", "0") as server:
+        assert not getattr(ask(server).choices[0].message, "reasoning_content", None)
+        assert ask(server, reasoning_budget_tokens=5).choices[0].message.reasoning_content
+
+
 def test_effort_and_variables_reach_the_template() -> None:
     with serve("openai-gpt-oss-120b") as server:
         assert "Reasoning: high" in prompt_of(server, reasoning_effort="high")

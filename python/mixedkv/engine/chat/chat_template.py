@@ -25,7 +25,6 @@ from mixedkv.images.picture import PromptImage
 _T = TypeVar("_T")
 _PROBE_SECONDS = 10.0  # a template takes milliseconds
 _MAX_TEMPLATE = 1 << 16  # characters: llama.cpp parses a chain of filters by recursion
-_MAX_DEPTH = 64  # of objects and lists in a schema or in arguments
 # llama.cpp's grammar of a call takes the square of an object's properties and of the length of their names
 _MAX_SCHEMA = 1 << 16  # characters of a tool's parameters
 _MAX_PROPERTIES, _MAX_NAMES = 256, 1 << 14  # of one object, and characters of their names
@@ -350,21 +349,6 @@ def _with_json_arguments(source: str) -> str:
     was written for arguments as JSON text.
     """
     return _ARGUMENTS_AS_TEXT.sub(r"\1(\2|tojson)", source)
-
-
-def check_depth(value: Any, name: str) -> None:
-    """Refuse objects and lists that are nested too deeply.
-
-    Raises:
-        ValueError: objects or lists that are nested too deep: templates go through them by recursion.
-    """
-    todo = [(value, 0)]
-    while todo:
-        item, depth = todo.pop()
-        if depth > _MAX_DEPTH:
-            raise ValueError(f"{name}: nested deeper than {_MAX_DEPTH} objects and lists: make it flatter")
-        inner = item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()
-        todo += [(part, depth + 1) for part in inner]
 
 
 def check_sizes(tools: Sequence[Mapping[str, Any]]) -> None:

@@ -68,7 +68,7 @@ def chat_jobs(
         session=session,
         param="messages",
         chat=rendered,
-        budget=body.reasoning_budget_tokens,
+        budget=_budget(server, body),
         prediction=body.prediction.text if body.prediction is not None else "",
         images=chat.images,
         message_ends=[(name, len(prefix) + end) for name, end in ends],
@@ -107,6 +107,12 @@ def chat_tokens(server: ServerState, body: ChatFields) -> list[int]:
         ApiError: 400.
     """
     return render(server, chat_of(server, body))[0]
+
+
+def _budget(server: ServerState, body: ChatRequest) -> int | None:
+    """Return after how many tokens a thought is ended; None for never."""
+    given, default = body.reasoning_budget_tokens, server.settings.reasoning_budget
+    return given if given is not None else default if default >= 0 else None
 
 
 def _schema(body: ChatRequest) -> Constraint | None:

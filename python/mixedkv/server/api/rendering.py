@@ -6,16 +6,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from mixedkv.engine.chat.chat_template import Chat, RenderedChat, TemplateOptions, ToolChoice, check_depth
+from mixedkv.engine.chat.chat_template import Chat, RenderedChat, TemplateOptions, ToolChoice
 from mixedkv.engine.text.answer_reader import Call, Part
 from mixedkv.images.picture import PromptImage
 from mixedkv.images.pixels import read_data_url
+from mixedkv.limits import check_depth
 from mixedkv.server.api.schemas import ChatFields, ChatRequest, Message, NamedTool, Tool
 from mixedkv.server.api_error import ApiError, bad_request, prompt_error
+from mixedkv.server.fields import check_variables
 from mixedkv.server.state import ServerState
-
-_MAX_VARIABLES = 1 << 16  # characters of chat_template_kwargs
-_OURS = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 
 
 def chat_of(
@@ -33,7 +32,7 @@ def chat_of(
         ApiError: 400, fields conflict; the error names one.
     """
     choice = choice or ToolChoice()
-    options = template_options(body)
+    options = template_options(server, body)
     images = read_images(server, body.messages)
     if not body.tools and choice.mode == "required":
         raise bad_request("tool_choice asks for a call, and there are no tools: give tools", "tool_choice")
@@ -95,22 +94,25 @@ def template_message(message: Message) -> dict[str, Any]:
     return out
 
 
-def template_options(body: ChatFields) -> TemplateOptions:
-    """Return the template options of a request.
+def template_options(server: ServerState, body: ChatFields) -> TemplateOptions:
+    """Return the template options of a request; what it does not say is as the server was started.
 
     Raises:
         ApiError: 400, a variable cannot be set.
     """
-    variables, thinking = dict(body.chat_template_kwargs or {}), True
-    _check_variables(variables)
-    if "enable_thinking" in variables:
-        thinking = variables.pop("enable_thinking")
-        if not isinstance(thinking, bool):
-            raise _wrong("enable_thinking: give true or false")
+    given = dict(body.chat_template_kwargs or {})
+    try:
+        check_variables(given)
+    except ValueError as error:
+        raise bad_request(f"chat_template_kwargs: {error}", "chat_template_kwargs") from None
+    settings = server.settings
+    variables = {"enable_thinking": settings.reasoning != "off", **settings.template_variables, **given}
+    thinking = bool(variables.pop("enable_thinking"))
     if body.reasoning_effort == "none":
         thinking = False
     elif body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
+        thinking = thinking or "enable_thinking" not in given
     if body.continue_final_message:
         last = body.messages[-1]
         if last.role != "assistant" or last.tool_calls:
@@ -121,24 +123,6 @@ def template_options(body: ChatFields) -> TemplateOptions:
     return TemplateOptions(
         variables=variables, thinking=thinking, continues=bool(body.continue_final_message)
     )
-
-
-def _check_variables(variables: dict[str, Any]) -> None:
-    try:
-        check_depth(variables, "chat_template_kwargs")
-        text = json.dumps(variables, ensure_ascii=False, allow_nan=False)
-        text.encode("utf-8")
-    except ValueError as error:
-        raise _wrong(str(error).removeprefix("chat_template_kwargs: ")) from None
-    if len(text) > _MAX_VARIABLES:
-        raise _wrong(f"{len(text)} characters are more than {_MAX_VARIABLES}: say less")
-    for name in variables:
-        if name in _OURS:
-            raise _wrong(f"{name} is the server's to say: leave it out")
-
-
-def _wrong(message: str) -> Exception:
-    return bad_request(f"chat_template_kwargs: {message}", "chat_template_kwargs")
 
 
 _MOST = 64  # of a request
