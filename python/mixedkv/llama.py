@@ -8,6 +8,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, overload
 
@@ -39,6 +40,7 @@ from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.large_pages import move_to_large_pages
 from mixedkv.native.llama_arguments import (
     beyond_training,
+    check_messages,
     check_names,
     check_numbers,
     check_sequences,
@@ -46,6 +48,13 @@ from mixedkv.native.llama_arguments import (
 )
 from mixedkv.native.templates import readable
 from mixedkv.prompts import long_text
+from mixedkv.prompts.content_marks import (
+    CONTENT_TOKENS,
+    ContentMarks,
+    ContentTokens,
+    may_have_marks,
+    special_tokens,
+)
 from mixedkv.sizes import format_bytes
 from mixedkv.streaming.layer_choice import Asked
 from mixedkv.streaming.streaming import Mode, Streaming, plan_streaming
@@ -61,6 +70,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("mixedkv")
 
 _COMPLETION = inspect.signature(llama_cpp.Llama.create_completion)
+_CHAT_COMPLETION = inspect.signature(llama_cpp.Llama.create_chat_completion)
 
 NO_VOCABULARY = "this model has no vocabulary, so it takes no text: the body of a split model needs its head"
 
@@ -99,6 +109,8 @@ class Llama(GuardedLlama):
             loading.
         weights: a `Llama` of the same file, whose weights this one uses; closing it closes this one first.
         beside: what else the process will load, for n_ctx="fit" to leave memory to.
+        content_tokens: what the text of a control token is in a message of a chat: "text", or "special" as it
+            is in llama_cpp, where a message can end its turn. See docs/decisions/110-text-is-text.md.
         **options: arguments of `llama_cpp.Llama`. Its embedding=True sets n_seq_max and kv_unified itself.
             verbose=True shows llama.cpp's log, which the base class shows by default.
             Layers with a sliding window have rows for the window unless swa_full=True. A model stays mapped,
@@ -145,6 +157,7 @@ class Llama(GuardedLlama):
         progress: Callable[[float], object] | None = None,
         weights: Llama | None = None,
         beside: Beside | None = None,
+        content_tokens: ContentTokens = "text",
         **options: Unpack[LlamaOptions],
     ) -> None:
         kwargs: dict[str, Any] = {"verbose": False, **options, "swa_full": bool(options.get("swa_full"))}
@@ -154,6 +167,9 @@ class Llama(GuardedLlama):
         setting = choose_setting(kv, type_k, type_v, embedding)
         self._n_seq_max = check_sequences(n_seq_max, kwargs.get("n_batch", 512))
         self._kv_unified = bool(kv_unified)
+        if content_tokens not in CONTENT_TOKENS:
+            raise ValueError(f"content_tokens={content_tokens!r}: use one of {', '.join(CONTENT_TOKENS)}")
+        self._content_tokens = content_tokens
         self._n_rs_seq, self._load_mtp = whole("n_rs_seq", n_rs_seq, 0, MAX_SNAPSHOTS), bool(load_mtp)
         path = os.fsdecode(model_path)
         if is_name(path):
@@ -294,8 +310,53 @@ class Llama(GuardedLlama):
         with self.busy.present():
             if not _llama_cpp.has_vocabulary(self):
                 raise UnsupportedModelError(NO_VOCABULARY)
-            base = super().tokenize
-            return long_text.tokenize(self._pre_tokenizer, text, lambda text: base(text, add_bos, special))
+            if special and may_have_marks(text) and self.content_marks is not None:
+                return self._tokens_of_marked(text.decode("utf-8", "surrogateescape"), add_bos)
+            return self._tokens(text, add_bos, special)
+
+    def _tokens(self, text: bytes, add_bos: bool, special: bool) -> list[int]:
+        base = super().tokenize
+        return long_text.tokenize(self._pre_tokenizer, text, lambda text: base(text, add_bos, special))
+
+    def _tokens_of_marked(self, text: str, add_bos: bool) -> list[int]:
+        assert self.content_marks is not None
+        tokens = self.content_marks.tokens(
+            text, lambda part, special: self._tokens(part.encode("utf-8", "surrogateescape"), False, special)
+        )
+        if not add_bos:
+            return tokens
+        letter = self._tokens(b"a", False, True)
+        around = self._tokens(b"a", True, True)  # with what begins a sequence, and maybe what ends it
+        at = next((i for i in range(len(around)) if around[i : i + len(letter)] == letter), len(around))
+        return [*around[:at], *tokens, *around[at + len(letter) :]]
+
+    @cached_property
+    def special_tokens(self) -> list[tuple[int, str, int]]:
+        """The ids, texts and attributes of the vocabulary's special tokens."""
+        return _llama_cpp.special_tokens(_llama_cpp.vocab(self))
+
+    @cached_property
+    def content_marks(self) -> ContentMarks | None:
+        """Marks of control tokens in messages; None with content_tokens="special"."""
+        marks = ContentMarks(special_tokens(self.special_tokens))
+        return marks if self._content_tokens == "text" and marks else None
+
+    def marked_chat(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+    ) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
+        """Return the messages and arguments of `create_chat_completion` so that what they hold is text.
+
+        A `chat_handler` gets them as they are, since it may read messages in its own way.
+        """
+        options = dict(options)
+        if self.content_marks is None or self.chat_handler is not None:
+            return messages, options
+        names = (name for name in self.metadata if name.startswith("tokenizer.chat_template"))
+        template = "".join(map(self.metadata.__getitem__, names))
+        for name in ("tools", "functions"):
+            if options.get(name):
+                options[name] = self.content_marks.descriptions(options[name], template)
+        return self.content_marks.messages(messages, template), options
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens after the n_tokens that are there, as in the base class.
@@ -363,25 +424,31 @@ class Llama(GuardedLlama):
         ) -> Iterator[llama_cpp.CreateCompletionStreamResponse]: ...
         def __call__(self, prompt: str, *args: Any, **kwargs: Any) -> Any: ...
 
-        @overload  # type: ignore[override]
-        def create_chat_completion(
-            self,
-            messages: Sequence[Mapping[str, object]],
-            *,
-            stream: Literal[False] = False,
-            **options: Unpack[ChatOptions],
-        ) -> llama_cpp.CreateChatCompletionResponse: ...
-        @overload
-        def create_chat_completion(
-            self,
-            messages: Sequence[Mapping[str, object]],
-            *,
-            stream: Literal[True],
-            **options: Unpack[ChatOptions],
-        ) -> Iterator[llama_cpp.CreateChatCompletionStreamResponse]: ...
-        def create_chat_completion(
-            self, messages: Sequence[Mapping[str, object]], *args: Any, **kwargs: Any
-        ) -> Any: ...
+    @overload  # type: ignore[override]
+    def create_chat_completion(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        stream: Literal[False] = False,
+        **options: Unpack[ChatOptions],
+    ) -> llama_cpp.CreateChatCompletionResponse: ...
+    @overload
+    def create_chat_completion(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        *,
+        stream: Literal[True],
+        **options: Unpack[ChatOptions],
+    ) -> Iterator[llama_cpp.CreateChatCompletionStreamResponse]: ...
+    def create_chat_completion(
+        self, messages: Sequence[Mapping[str, object]], *args: Any, **kwargs: Any
+    ) -> Any:
+        """Answer a chat as the base class does, where control tokens in messages are text."""
+        check_messages(messages)
+        given = _CHAT_COMPLETION.bind(self, messages, *args, **kwargs).arguments
+        options = {name: value for name, value in given.items() if name not in ("self", "messages")}
+        marked, options = self.marked_chat(messages, options)
+        return super().create_chat_completion(marked, **options)
 
     @overload  # type: ignore[override]
     def create_completion(

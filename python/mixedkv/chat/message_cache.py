@@ -279,7 +279,8 @@ class ChatStream:
                 self._save(identity, turn)
 
         turn = ChatTurn(llm, sequence, cache._exact_only, keep, begin)
-        answer: Any = turn.create_chat_completion(messages, **options)
+        marked, options = llm.marked_chat(messages, options)
+        answer: Any = turn.create_chat_completion(marked, **options)
         collected = _Chunks()
         try:
             for chunk in answer if options["stream"] else [answer]:

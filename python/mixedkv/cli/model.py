@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llama_cpp.llama_chat_format import chat_formatter_to_chat_completion_handler
-
 from mixedkv.cli.words import (
     add,
     add_switch,
@@ -34,6 +32,8 @@ from mixedkv.model.fit import Beside
 from mixedkv.model.gguf_file import default_n_ctx, read_model_file
 from mixedkv.model.named_model import is_of_hub
 from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.chat_formats import chat_formatter, format_name
+from mixedkv.prompts.content_marks import CONTENT_TOKENS
 from mixedkv.terminal import LoadingBar
 
 
@@ -50,6 +50,8 @@ def add_llama_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "--mmproj", "FILE", "image encoder (default: the one beside a model of the hub)")
     text = "chat format of a model without a template: chatml, ..."
     add(parser, "--chat-format", "NAME", text, default="")
+    text = "control tokens in messages are text, as all that messages hold, or special (default: text)"
+    add(parser, "--content-tokens", "HOW", text, choices=CONTENT_TOKENS, default="text")
     add(parser, flags("threads"), "N", "CPU threads (default: llama_cpp's choice)", positive)
     add(parser, flags("threads_batch"), "N", "CPU threads for prompts (default: as --threads)", positive)
     add_switch(parser, "--verbose", "show llama.cpp's log")
@@ -121,9 +123,8 @@ def open_model(path: Path, args: argparse.Namespace, encoder: Path | None = None
     if args.n_ubatch:
         given["n_batch"] = max(args.n_ubatch, 512)
     if args.chat_format:
-        from mixedkv.engine.chat.tokenizer import chat_formatter
-
-        given["chat_handler"] = chat_formatter_to_chat_completion_handler(chat_formatter(args.chat_format))
+        chat_formatter(args.chat_format)  # raises an error that lists them
+        given["chat_format"] = format_name(args.chat_format)
     if encoder is not None:
         taken = encoder_bytes(encoder)
         given |= {"n_seq_max": 2, "kv_unified": True, "beside": Beside(n_bytes=lambda _: taken)}
@@ -135,6 +136,7 @@ def open_model(path: Path, args: argparse.Namespace, encoder: Path | None = None
             n_threads=args.threads,
             n_threads_batch=args.threads_batch or args.threads,
             swa_full=args.swa_full,
+            content_tokens=args.content_tokens,
             verbose=args.verbose,
             stream_layers=args.stream_layers,
             memory=args.memory,

@@ -24,6 +24,11 @@ from mixedkv.tokens import check_tokens
 # llama_cpp's own is a Python function: the handler of a signal may run in it, and what that raises is lost
 _log, no_log = (llama_cpp.llama_log_callback(address) for address in _core.log_functions())
 
+_SPECIAL = (
+    llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
+    | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
+    | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
+)
 _NAMES = {"temp": "temperature", "mirostat_mode": "mirostat"}  # those of `RANGES`
 _making = threading.Lock()  # a Llama on another one's weights
 
@@ -277,6 +282,16 @@ class ModelTokenizer(LlamaTokenizer):
         text = b"".join(piece(words, token, special) for token in ids)
         begins = bool(ids) and ids[0] == llama_cpp.llama_vocab_bos(words)
         return text.removeprefix(b" ") if begins else text  # the space of Llama 1
+
+
+def special_tokens(vocab: Any) -> list[tuple[int, str, int]]:
+    """Return the ids, texts and attributes of the tokens that are looked for in a text before all else."""
+    found = []
+    for token in range(llama_cpp.llama_vocab_n_tokens(vocab)):
+        attributes = int(llama_cpp.llama_vocab_get_attr(vocab, token))
+        if attributes & _SPECIAL and (text := llama_cpp.llama_vocab_get_text(vocab, token)):
+            found.append((token, text.decode("utf-8", "replace"), attributes))
+    return found
 
 
 def piece(vocab: Any, token: int, special: bool) -> bytes:

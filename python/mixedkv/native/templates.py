@@ -1,4 +1,7 @@
-"""Lets a model be opened whose chat template does not parse: its chats fail, and say why."""
+"""Reads chat templates without rendering them.
+
+A model can be opened whose template does not parse: its chats fail, and say why.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,16 @@ def syntax_error(template: str) -> str:
     except (jinja2.TemplateError, RecursionError) as error:
         return str(error) or type(error).__name__
     return ""
+
+
+def lexed(template: str) -> list[tuple[int, str, str]]:
+    """Return the words of a chat template with their lines and kinds, without white space; none of one that
+    does not parse.
+    """
+    try:
+        return [word for word in jinja2.Environment().lex(template) if word[1] != "whitespace"]
+    except jinja2.TemplateSyntaxError:
+        return []
 
 
 def readable(metadata: dict[str, str]) -> dict[str, str]:

@@ -370,6 +370,7 @@ def _load(settings: ServerSettings, path: Path, **options: Any) -> Llama:
             path,
             **options,
             kv_unified=True,
+            content_tokens=settings.content_tokens,
             n_threads=settings.threads or None,
             n_threads_batch=settings.threads_batch or settings.threads or None,
             verbose=settings.verbose,

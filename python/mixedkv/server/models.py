@@ -15,7 +15,6 @@ from typing import Any
 from mixedkv.bundled import model_path
 from mixedkv.config import parse_kv
 from mixedkv.engine.chat.chat_template import ChatRenderer
-from mixedkv.engine.chat.tokenizer import find_format
 from mixedkv.engine.embed.embedding_context import only_embeds, ranks
 from mixedkv.engine.sample.sampling import sampling_defaults
 from mixedkv.limits import INT32_MAX
@@ -23,6 +22,7 @@ from mixedkv.model.encoder import encoder_beside
 from mixedkv.model.fingerprint import model_header
 from mixedkv.model.gguf_file import ModelFile, weight_type
 from mixedkv.model.named_model import find_model, is_of_hub
+from mixedkv.native.chat_formats import find_format
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.settings import ServerSettings
 

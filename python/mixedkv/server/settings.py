@@ -15,6 +15,7 @@ from mixedkv.chunks.passages import parse_chunks
 from mixedkv.doors.settings import SIZE, DoorSettings, Gigabytes, Megabytes, Several, in_words, option
 from mixedkv.hosts import is_local
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS
+from mixedkv.prompts.content_marks import ContentTokens
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.server.fields import SamplingFields, check_variables
 from mixedkv.sessions.metadata import beside
@@ -121,7 +122,7 @@ class ServerSettings(DoorSettings):
         "speculation": _check_drafter,
     }
     GROUPS: ClassVar[Mapping[str, str]] = {
-        "models": "model model_name model_n_ctx lora mmproj keep_alive max_loaded chat_format",
+        "models": "model model_name model_n_ctx lora mmproj keep_alive max_loaded chat_format content_tokens",
         "cache": "kv n_ctx swa_full parallel idle_prefixes overflow",
         "machine": "threads threads_batch n_batch n_ubatch n_gpu_layers stream_layers memory",
         "reuse of KV": "reuse store store_key_file store_remote recheck max_kv_size_gb max_ram_gb eviction "
@@ -164,6 +165,12 @@ class ServerSettings(DoorSettings):
     )
     chat_format: str = option(
         "", "llama-cpp-python's chat format, or a file with a Jinja template, in place of the model's", "NAME"
+    )
+    content_tokens: ContentTokens = option(
+        "text",
+        "text: control tokens in the messages of a chat are text, as all that messages hold; special: they "
+        "are read as control tokens, so that a message can end its turn",
+        "HOW",
     )
     n_ctx: int = option(
         0,

@@ -21,6 +21,7 @@ from mixedkv.engine.constrain.tool_grammar import tool_grammar
 from mixedkv.engine.text.answer_reader import AnswerReader, ReadAnswer
 from mixedkv.engine.text.thought import ThoughtTags
 from mixedkv.images.picture import PromptImage
+from mixedkv.native.templates import lexed
 
 _T = TypeVar("_T")
 _PROBE_SECONDS = 10.0  # a template takes milliseconds
@@ -123,7 +124,7 @@ class RenderedChat:
     """A rendered chat: the prompt, and how its answer is constrained and read.
 
     Attributes:
-        begins: the text includes the beginning of a sequence (BOS).
+        marked: `text` with marks where messages hold control tokens (`ContentMarks`); "" if they hold none.
         constraint: constraint of an answer that must be a call, or of a call in it.
         triggers: words that begin an optional call; empty if a call is required.
         stops: strings that end the answer.
@@ -136,7 +137,7 @@ class RenderedChat:
     """
 
     text: str
-    begins: bool = True
+    marked: str = ""
     constraint: Constraint | None = None
     triggers: tuple[str, ...] = ()
     stops: tuple[str, ...] = ()
@@ -260,7 +261,8 @@ class ChatRenderer:
         options: TemplateOptions = NOTHING_SAID,
     ) -> _chat.ChatPrompt:
         template = self._template
-        variables = {name: json.dumps(value) for name, value in options.variables.items()}
+        functions = {"functions": _as_text(tools)} if self._names_functions else {}
+        variables = {name: json.dumps(value) for name, value in {**functions, **options.variables}.items()}
         try:
             return template.apply(
                 json.dumps(messages),
@@ -282,6 +284,11 @@ class ChatRenderer:
                     f"tools: the parameters of {name} cannot be followed: {_short(error)}"
                 ) from None
             raise ValueError(f"{field}: the model's chat template refuses them: {_short(error)}") from None
+
+    @cached_property
+    def _names_functions(self) -> bool:
+        """True if the template reads the tools as a text, as Firefunction's does."""
+        return any(name == "functions" for _, kind, name in lexed(self._source) if kind == "name")
 
     def _odd_tool(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """Return the name of the tool whose schema of arguments llama.cpp refuses; "" if there is none."""
@@ -330,9 +337,14 @@ def _called(template: _chat.ChatTemplate, tool: Mapping[str, Any]) -> _chat.Chat
     """Return a prompt whose answer must call a tool; None if the template refuses it."""
     user = json.dumps([{"role": "user", "content": "?"}])
     try:
-        return template.apply(user, json.dumps([tool]), "required", False, False, {}, False)
+        functions = {"functions": json.dumps(_as_text([tool]))}
+        return template.apply(user, json.dumps([tool]), "required", False, False, functions, False)
     except (RuntimeError, ValueError):
         return None
+
+
+def _as_text(tools: Sequence[Mapping[str, Any]]) -> str:
+    return json.dumps(tools, indent=2, ensure_ascii=False) if tools else ""
 
 
 def _shows_tools(template: _chat.ChatTemplate) -> bool:
@@ -430,5 +442,8 @@ def _said(message: Mapping[str, Any]) -> ReadAnswer:
 
 def _short(error: Exception) -> str:
     """Return the last line of llama.cpp's error, which says what is wrong; others quote the template."""
-    lines = [line for line in str(error).splitlines() if line.strip("- ")]
+    text = str(error)
+    if isinstance(error, UnicodeDecodeError):  # llama.cpp's words, cut within a character
+        text = error.object.decode("utf-8", "replace")
+    lines = [line for line in text.splitlines() if line.strip("- ")]
     return (lines[-1] if lines else "it fails")[:300]

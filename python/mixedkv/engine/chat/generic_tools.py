@@ -110,7 +110,10 @@ def _written(messages: Sequence[Mapping[str, Any]], in_json: bool) -> list[Mappi
 
 def _calls_text(calls: Sequence[Mapping[str, Any]]) -> str:
     functions = (call["function"] for call in calls)
-    each = (f'{{"name": {json.dumps(f["name"])}, "arguments": {f["arguments"]}}}' for f in functions)
+    each = (
+        f'{{"name": {json.dumps(f["name"], ensure_ascii=False)}, "arguments": {f["arguments"]}}}'
+        for f in functions
+    )
     return f"{_CALLS}{', '.join(each)}]}}"
 
 

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import datetime
 from typing import Any, cast
 
 import llama_cpp
@@ -25,7 +28,9 @@ from mixedkv.images.picture import MARK, PromptImage
 from mixedkv.limits import INT32_MAX
 from mixedkv.llama import NO_VOCABULARY, Llama
 from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.chat_formats import chat_formatter
 from mixedkv.native.templates import syntax_error
+from mixedkv.prompts.content_marks import ContentMarks
 from mixedkv.prompts.overflow import Places, message_starts
 from mixedkv.tokens import Tokens, check_tokens
 
@@ -33,11 +38,6 @@ Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int] | Messages | Chat
 
 _CHUNK = 1 << 12  # characters
-_SPECIAL = (
-    llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
-    | llama_cpp.LLAMA_TOKEN_ATTR_USER_DEFINED
-    | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
-)
 _CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
 _SNIPPET = "\n\n--- snippet ---\n\n"  # llama-server's, between files
 _MAX_SPECIAL = 2000
@@ -68,10 +68,14 @@ class Tokenizer:
         own = llm.metadata.get("tokenizer.chat_template", "")
         self.chat_template: str = "" if chat_format else chat_template or own
         self._formatter = _make_formatter(chat_format, self.chat_template, bos, self._eos)
+        self._cuts = f"{self.chat_template}{{{{ {MARK!r} }}}}"  # what `ContentMarks` asks for
         self._renderer = ChatRenderer(self.chat_template, bos, self._eos)
         self._special = self._special_texts()
         self._longest = self._longest_token()
-        self._is_control = np.array([self._has(token, _CONTROL) for token in range(self.n_vocab)], bool)
+        self._is_control = np.zeros(self.n_vocab, bool)
+        self._is_control[[token for token, _, attributes in llm.special_tokens if attributes & _CONTROL]] = (
+            True
+        )
         self._constraints = ConstraintCompiler(self._vocab)
         self._fim = (
             llama_cpp.llama_vocab_fim_pre(self._vocab),
@@ -104,7 +108,7 @@ class Tokenizer:
 
     def _check_size(self, text: str, n_ctx: int) -> None:
         size, largest = len(text.encode("utf-8")), n_ctx * self._longest
-        if self._longest and size > largest:
+        if self._longest and size > largest and (size := len(self._plain(text).encode("utf-8"))) > largest:
             raise ContextLengthError(
                 f"the text has {size} bytes, which exceeds the available context size: {n_ctx} tokens of "
                 f"this model have {largest} at most: shorten it",
@@ -159,19 +163,14 @@ class Tokenizer:
         """Return where messages of a chat begin, judging by its tokens."""
         return message_starts(self._vocab, tokens)
 
-    def _has(self, token: int, attributes: int) -> bool:
-        return bool(llama_cpp.llama_vocab_get_attr(self._vocab, token) & attributes)
-
     def _special_texts(self) -> list[str]:
         """Return the texts of the tokens a text can be cut at."""
         if llama_cpp.llama_vocab_get_add_eos(self._vocab) or llama_cpp.llama_vocab_get_add_sep(self._vocab):
             return []
-        texts = []
-        for token in range(self.n_vocab):
-            attributes = llama_cpp.llama_vocab_get_attr(self._vocab, token)
-            if attributes & _SPECIAL and not attributes & llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP:
-                texts.append(self._piece_text(token))
-        return [text for text in texts if text][:_MAX_SPECIAL]
+        left = llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP
+        return [text for _, text, attributes in self._llm.special_tokens if not attributes & left][
+            :_MAX_SPECIAL
+        ]
 
     def encode(self, prompt: Prompt, *, long: bool = False) -> tuple[list[int], RenderedChat]:
         """Return the tokens of a text, a list of token ids or a chat, and how its answer is read.
@@ -196,7 +195,7 @@ class Tokenizer:
             "thoughts": chat.thoughts,
             "triggers": chat.triggers,
             "boundary": n - forgotten if forgotten else 0,
-            "said": chat.before.content if chat.constraint is None else "",
+            "said": self._plain(chat.before.content) if chat.constraint is None else "",
         }
 
     def prompt(self, prompt: str | Sequence[int], *, start: bool = True, long: bool = False) -> list[int]:
@@ -286,7 +285,7 @@ class Tokenizer:
             ContextLengthError, ValueError: as `tokenize`.
         """
         if template := self._llm.metadata.get("tokenizer.chat_template.rerank", ""):
-            texts = {"{query}": query, "{document}": document}
+            texts = {"{query}": self._marked(query, template), "{document}": self._marked(document, template)}
             text = re.sub(r"\{query\}|\{document\}", lambda name: texts[name[0]], template)
             return self.tokenize(text, start=False, special=True, n_ctx=n_ctx)
         first, second = (self.tokenize(text, start=False, n_ctx=n_ctx) for text in (query, document))
@@ -299,23 +298,68 @@ class Tokenizer:
 
     def rendered(self, chat: Chat) -> RenderedChat:
         """Render a chat up to where the answer begins: with llama.cpp's chat layer if there are tools or
-        thoughts, otherwise with the template alone.
+        thoughts, otherwise with the template alone. Control tokens in what the chat holds are marked.
 
         Raises:
             ValueError: the model has no chat template, or it refuses the messages.
         """
         chat = chat.begun
+        if self._llm.content_marks is None:
+            return self._rendered(chat)
+        try:
+            return self._rendered_with_marks(self._llm.content_marks, chat)
+        except ValueError as error:
+            if (said := self._plain(str(error))) == str(error):
+                raise
+            raise ValueError(said) from None
+
+    def _rendered_with_marks(self, marks: ContentMarks, chat: Chat) -> RenderedChat:
+        rendered = self._rendered_marked(marks, chat, ())
+        if sought := marks.sought(chat.messages, self._cuts):
+            left = self._rendered_marked(
+                marks, chat, sought
+            )  # tags of thoughts: does the template cut them all?
+            if marks.count(left.text, sought) == marks.count(rendered.text, sought):
+                rendered = left
+        plain = marks.plain(rendered.text)
+        return rendered if plain == rendered.text else replace(rendered, text=plain, marked=rendered.text)
+
+    def _rendered_marked(self, marks: ContentMarks, chat: Chat, leave: Sequence[str]) -> RenderedChat:
+        messages = marks.messages(chat.messages, self._cuts, leave=leave)
+        variables = marks.mark(chat.options.variables, self._cuts)
+        marked = replace(chat, messages=messages, options=replace(chat.options, variables=variables))
+        rendered = self._rendered(marked)
+        tools = marks.mark(chat.tools, self._cuts)
+        if tools is chat.tools:
+            return rendered
+        # calls are constrained and read by the names that the tools have
+        return replace(rendered, text=self._rendered(replace(marked, tools=tools)).text)
+
+    def _plain(self, text: str) -> str:
+        marks = self._llm.content_marks
+        return text if marks is None else marks.plain(text)
+
+    def _marked(self, text: str, template: str) -> str:
+        marks = self._llm.content_marks
+        return text if marks is None else marks.mark(text, template)
+
+    def _rendered(self, chat: Chat) -> RenderedChat:
         if chat.has_tools and self.renders and not self._renderer.takes_tools:
-            return generic_tools.render(chat, self.rendered)
+            return generic_tools.render(chat, self._rendered)
         if chat.options.continues and self.renders and not self.chat_template:
             raise ValueError("continue_final_message: a chat format by name begins each answer: leave it out")
         if self.chat_template and (self.thinks or not chat.is_plain):
             return self._renderer.render(chat.messages, chat.tools, chat.choice, chat.options)
-        result = self._format(chat.messages)
+        try:
+            result = self._format(chat.messages)
+        except ValueError:
+            if self.chat_template:  # Python's Jinja says None where llama.cpp's says nothing
+                with suppress(ValueError):
+                    return self._renderer.render(chat.messages, chat.tools, chat.choice, chat.options)
+            raise
         stops = [result.stop] if isinstance(result.stop, str) else list(result.stop or ())
         return RenderedChat(
             text=str(result.prompt),
-            begins=bool(result.added_special),
             stops=tuple(stop for stop in stops if stop and stop != self._eos),
         )
 
@@ -323,14 +367,18 @@ class Tokenizer:
         """Return the tokens of a chat up to where the answer begins, and the `RenderedChat`.
 
         Args:
-            start: it begins a sequence.
+            start: it begins a sequence: with BOS, which many templates leave to the vocabulary.
 
         Raises:
             ValueError: as `rendered`, or the chat is too long.
         """
         rendered = self.rendered(chat)
-        start = start and not rendered.begins
-        return self.with_images(rendered.text, chat.images, start=start, long=long), rendered
+        tokens = self.with_images(
+            rendered.marked or rendered.text, chat.images, start=False, long=long
+        )
+        adds = start and llama_cpp.llama_vocab_get_add_bos(self._vocab)
+        bos = llama_cpp.llama_vocab_bos(self._vocab)
+        return [bos, *tokens] if adds and tokens[:1] != [bos] else tokens, rendered
 
     def _format(self, messages: Messages) -> Any:
         if self._formatter is None:
@@ -339,7 +387,7 @@ class Tokenizer:
                 "/v1/completions or /api/generate, or serve it with --chat-format chatml to chat all the same"
             )
         try:
-            return self._formatter(messages=list(messages))
+            return self._formatter(messages=list(messages), **_dates())
         except Exception as error:  # templates are programs of the model's file
             raise ValueError(f"messages: the model's chat template refuses them: {error}") from None
 
@@ -416,23 +464,10 @@ def _last(tokens: list[int], n: int) -> list[int]:
     return tokens[len(tokens) - min(n, len(tokens)) :]
 
 
-def find_format(name: str) -> Any:
-    """Return one of llama-cpp-python's chat formats, None if no one has this name."""
-    return getattr(llama_chat_format, "format_" + name.replace("-", "_"), None)
-
-
-def chat_formatter(name: str) -> Any:
-    """Return one of llama-cpp-python's chat formats.
-
-    Raises:
-        ValueError: no one has this name; the message lists them.
-    """
-    if (formatter := find_format(name)) is not None:
-        return formatter
-    known = (each.removeprefix("format_") for each in dir(llama_chat_format) if each[:7] == "format_")
-    raise ValueError(
-        f"chat_format={name!r} is not one of llama-cpp-python's: use one of {', '.join(sorted(known))}"
-    )
+def _dates() -> dict[str, str]:
+    """Return the variables that llama.cpp gives to each template: today's date, as two families want it."""
+    today = datetime.now()
+    return {"date_string": today.strftime("%d %b %Y"), "datetime": today.strftime("%b %d %Y")}
 
 
 def _make_formatter(chat_format: str, template: str, bos: str, eos: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +39,7 @@ class Gguf:
     n_words: int = 0  # of the vocabulary, besides those that all have
     rerank_template: str = ""
     chat_template: str = ""
+    tokenizer: Callable[[gguf.GGUFWriter], None] | None = None  # writes another vocabulary
 
     def weight(self, name: str, *ne: int, scale: float = 1.0) -> None:
         """A random matrix in ggml's order of dimensions; `scale` is the output's std for a unit-
@@ -64,7 +66,10 @@ class Gguf:
         writer = gguf.GGUFWriter(path, self.shape.arch)
         writer.add_name(f"zoo {self.shape.name}")
         writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-        add_tokenizer(writer, self.n_words)
+        if self.tokenizer is not None:
+            self.tokenizer(writer)
+        else:
+            add_tokenizer(writer, self.n_words)
         if self.n_token_types:
             writer.add_token_type_count(self.n_token_types)
         if self.chat_template:

@@ -61,9 +61,14 @@ def write_vocabulary(
     return path
 
 
-def write_byte_vocabulary(path: Path, pre: str) -> Path:
-    """As `write_vocabulary`: GPT-2's letters for bytes and no other tokens, cut as `pre` says."""
+def byte_letters() -> list[str]:
+    """GPT-2's letter for each byte."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
-    return write_vocabulary(path, "gpt2", [letters[byte] for byte in range(256)], pre=pre)
+    return [letters[byte] for byte in range(256)]
+
+
+def write_byte_vocabulary(path: Path, pre: str) -> Path:
+    """As `write_vocabulary`: GPT-2's letters for bytes and no other tokens, cut as `pre` says."""
+    return write_vocabulary(path, "gpt2", byte_letters(), pre=pre)
