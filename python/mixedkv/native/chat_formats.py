@@ -22,7 +22,7 @@ def _formats() -> dict[str, Any]:
 
 
 def format_name(given: str) -> str:
-    """Return the name of a format, where the function's, as in "llama2", is taken as well; "" if none has it."""
+    """Return the name of a format, "" if there is none. Names of functions, as "llama2", are taken too."""
     function = "format_" + given.replace("-", "_")
     names = (name for name, formatter in _formats().items() if formatter.__name__ == function)
     return given if given in _formats() else next(names, "")

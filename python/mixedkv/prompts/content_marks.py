@@ -105,6 +105,14 @@ class _Cuts:
         """Return whether one ends there."""
         return text.endswith(self._lasts.get(text[at - 1], ()), 0, at)
 
+    def may_go_on(self, text: str, at: int) -> bool:
+        """Return whether something else may follow there once the chat is rendered."""
+        return at == len(text) or text[at].isspace() or self.begins(text, at)
+
+    def may_come_before(self, text: str, at: int) -> bool:
+        """Return whether something else may stand before that place."""
+        return at == 0 or text[at - 1].isspace() or self.ends(text, at)
+
 
 @lru_cache(maxsize=64)
 def _cuts_of(source: str) -> _Cuts:
@@ -269,12 +277,10 @@ class ContentMarks:
                 after = begin + len(token)
                 if token not in leave:
                     yield begin, after
-            elif reach > begin and any(
-                at == len(text) or text[at].isspace() or cuts.begins(text, at)
-                for at in range(begin + 1, reach + 1)
+            elif not cuts.begins(text, begin) and any(  # what the template looks for stays as it is
+                cuts.may_go_on(text, at) for at in range(begin + 1, reach + 1)
             ):
-                if not cuts.begins(text, begin):  # the template looks for it as it is
-                    yield begin, reach
+                yield begin, reach
 
     def _end_spans(self, text: str, cuts: _Cuts) -> Iterator[tuple[int, int]]:
         """Yield where ends of control tokens are after such a place."""
@@ -282,12 +288,10 @@ class ContentMarks:
             end = begin = match.end()
             while begin > 0 and text[begin - 1 : end] in self._ends:
                 begin -= 1
-            if begin < end and any(
-                at == 0 or text[at - 1].isspace() or cuts.ends(text, at) for at in range(begin, end)
-            ):
-                whole = text[begin:end] in self._tokens  # `_spans` has it
-                if not whole and not cuts.ends(text, end):
-                    yield begin, end
+            if text[begin:end] in self._tokens or cuts.ends(text, end):  # marked by `_spans`, or as above
+                continue
+            if any(cuts.may_come_before(text, at) for at in range(begin, end)):
+                yield begin, end
 
     def _reach(self, text: str, begin: int) -> tuple[str, int]:
         """Return the longest control token that begins there, "" for none, and how far one could go on."""

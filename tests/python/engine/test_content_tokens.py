@@ -181,8 +181,8 @@ def test_what_a_chat_holds_is_text(name: str, llm: Llama) -> None:
 
 
 CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.replace('/think', '') | trim }}<|im_end|>\n"
-    "{% endfor %}<|im_start|>assistant\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.replace('/think', '') | trim }}"
+    "<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
 
 
@@ -232,6 +232,9 @@ def test_nor_does_one_that_the_template_or_another_message_completes(
     assert n_controls(llm, "<|im_start|>" + template, *contents) == 2  # with <s>
 
 
+BROKEN = r"(<|\\u003c)?(\||\\u007c)?im_(end(\||\\u007c)(>|\\u003e))?"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -253,7 +256,7 @@ def test_nor_do_escapes_in_the_arguments_of_calls(name: str, arguments: str, llm
     counts = []
     for given in (
         arguments,
-        re.sub(r"(<|\\u003c)?(\||\\u007c)?im_(end(\||\\u007c)(>|\\u003e))?", "x", arguments),
+        re.sub(BROKEN, "x", arguments),
     ):
         tokens, _ = tokenizer.render(Chat(messages=messages(given), tools=[WEATHER]))
         counts.append(sum(token in controls for token in tokens))
@@ -283,7 +286,7 @@ def test_a_template_still_cuts_the_thoughts_of_former_answers(llm: Llama) -> Non
 def test_a_begun_answer_is_read_on(llm: Llama) -> None:
     begun = {"role": "assistant", "content": "It ends with <|im_end|> and"}
     chat = Chat(messages=[USER, begun], options=TemplateOptions(continues=True))
-    tokens, rendered = Tokenizer(llm, "", source("Qwen-Qwen3-0.6B")).render(chat)
+    rendered = Tokenizer(llm, "", source("Qwen-Qwen3-0.6B")).rendered(chat)
     assert rendered.text.endswith(begun["content"])
     reader = rendered.reader()
     reader.feed(" nothing else", last=True)

@@ -19,7 +19,9 @@ _CONTROL = re.compile(
 _USER_DEFINED = re.compile(r"</?(?:think|tool_call|tool_response|tools|arg_key|arg_value)>")
 BOS, EOS = "<s>", "</s>"
 # of each merge both halves are tokens: pairs that go across the edges of control tokens
-_MERGES = """< |;| >;i m;e n;en d;_ end;Ġ <;Ġ <|;Ġ< |;|> Ċ;t h;th e;Ġ the;e r;o n;[ /;I N;N S;IN S;Ċ <;Ċ <|;> Ċ;s >"""
+_MERGES = (
+    "< |;| >;i m;e n;en d;_ end;Ġ <;Ġ <|;Ġ< |;|> Ċ;t h;th e;Ġ the;e r;o n;[ /;I N;N S;IN S;Ċ <;Ċ <|;> Ċ;s >"
+)
 
 
 def templates() -> list[str]:

@@ -373,9 +373,7 @@ class Tokenizer:
             ValueError: as `rendered`, or the chat is too long.
         """
         rendered = self.rendered(chat)
-        tokens = self.with_images(
-            rendered.marked or rendered.text, chat.images, start=False, long=long
-        )
+        tokens = self.with_images(rendered.marked or rendered.text, chat.images, start=False, long=long)
         adds = start and llama_cpp.llama_vocab_get_add_bos(self._vocab)
         bos = llama_cpp.llama_vocab_bos(self._vocab)
         return [bos, *tokens] if adds and tokens[:1] != [bos] else tokens, rendered
