@@ -233,9 +233,8 @@ class BodyLimit:
         work = asyncio.ensure_future(self._app(scope, receive, noted))
         try:
             left = scope[DEADLINE] - asyncio.get_running_loop().time()
-            await asyncio.wait(
-                {work, ending.revoked}, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED
-            )
+            ends: set[asyncio.Future[Any]] = {work, ending.revoked}
+            await asyncio.wait(ends, timeout=max(0.0, left), return_when=asyncio.FIRST_COMPLETED)
             if work.done() or begun:  # a stream says itself why it ends
                 await work
                 return
