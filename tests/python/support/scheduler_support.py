@@ -179,9 +179,13 @@ class Desk:
                 self._answer(run)
         for run in step.pictures:
             self._look(run)
-        scheduler.took(step, 0.001 * max(1, len(step)))
+        scheduler.took(step, self.seconds(step))
         scheduler.save()
         return step
+
+    def seconds(self, step: StepPlan[Progress]) -> float:
+        """How long a step takes."""
+        return 0.001 * max(1, len(step))
 
     def _plan(self, drafts: bool = True) -> StepPlan[Progress]:
         step = self.scheduler.plan()

@@ -79,11 +79,11 @@ class FairQueue(Generic[P]):
         self._queues.clear()
         self._service.clear()
 
-    def count_step(self, running: Iterable[P]) -> None:
-        """Charge the tenants of these jobs for a step in which each held a place."""
+    def count_step(self, running: Iterable[tuple[P, float]]) -> None:
+        """Charge the tenants of these jobs for a step, each for as many places as are given."""
         if self._queues:
-            for job in running:
-                self._service.add(job.tenant, 1)
+            for job, n_places in running:
+                self._service.add(job.tenant, n_places)
 
     def by_turn(self, places: Mapping[str, int]) -> list[str]:
         """Return the waiting tenants that may have one more place, in the order of their turns."""

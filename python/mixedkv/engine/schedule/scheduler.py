@@ -377,10 +377,16 @@ class Scheduler(Generic[P]):
 
     def evaluated(self, step: StepPlan[P]) -> None:
         """Note that the step's tokens have rows."""
-        self.waiting.count_step(self.running)
+        self.waiting.count_step((job, self._places_of(job)) for job in self.running)
         for run in [*step.runs[step.n_streams :], *step.stitches, *step.pictures]:
             self._prompt_service.add(run.job.tenant, run.n)
         self.to_save += filter(None, map(self._add_rows, step.runs))
+
+    def _places_of(self, job: P) -> float:
+        """Return for how many places a job counts: one, or what its share of the context comes to, since a
+        job that fills it leaves no place to others.
+        """
+        return max(1.0, self.parallel * job.n_cells / self._n_ctx)
 
     def has_rows(self, run: Run[P]) -> None:
         """Note that a picture, or tokens of a passage, have rows."""
