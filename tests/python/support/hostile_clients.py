@@ -84,6 +84,7 @@ class Hostile:
             ("stats", self._get("/v1/stats")),
             ("a list", self._get("/v1/context?limit=1000")),
         ]
+        self._by_name = dict(attacks)
         self._attacks = itertools.cycle(attacks)
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(n_threads)]
@@ -91,6 +92,10 @@ class Hostile:
     @property
     def n(self) -> int:
         return sum(self.counts.values())
+
+    def attack(self, name: str) -> Callable[[], int]:
+        """One attack, which returns the status."""
+        return self._by_name[name]
 
     def run(self, seconds: float, n_requests: int, watch: Callable[[], None]) -> None:
         """For so long, and until so many requests were sent; `watch` is called ten times a second."""

@@ -1,0 +1,113 @@
+"""18 tenants, of which one floods the server with each attack in turn: the others hardly notice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support import TESTS, flood_child
+from support.patience import wait_for
+from support.server_support import Server, key_file, running
+
+N_HONEST, CONNECTIONS = 17, 32
+HONEST = [f"t{i:02}-key-0123456789abcdef" for i in range(N_HONEST)]
+FLOOD = "flood-key-0123456789abcdef"
+MOST_TIMES = 3.0
+SETTLES = 1.0  # seconds behind an attack, in which its last requests end
+OPTIONS = ("--n-ctx", "4096", "--embeddings", "--model-name", "m", "--request-timeout", "60")
+
+
+def start(module: str, *arguments: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", f"support.{module}", *map(str, arguments)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=TESTS)
+
+
+def percentile(values: list[float], q: float = 0.99) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("nan")
+
+
+def soak(folder: Path, alone: float, each: float, names: list[str]) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of honest requests, to the first token and whole, beside each attack; "" is beside none, which
+    lies between the attacks, so that other work on the machine meets both.
+    """
+    lines = [f"t{i:02}:{key}" for i, key in enumerate(HONEST)]
+    keys = key_file(folder, *lines, f"flood:{FLOOD} session_mb=5 disk_mb=50")
+    memory: dict[str, float] = {}
+    times: list[tuple[float, str]] = []
+    with running(*OPTIONS, "--api-key-file", str(keys), "--store", str(folder / "store")) as server:
+        server.status("POST", "/v1/completions", {"prompt": "x" * 100_000}, key=FLOOD)  # starts processes
+        length = (len(names) + 1) * alone + len(names) * (each + SETTLES)
+        honest = start("tenants_child", server.port, length, *HONEST)
+        time.sleep(2.0)
+        for name in names:
+            times.append((time.monotonic(), ""))
+            time.sleep(alone)
+            times.append((time.monotonic(), name))
+            flood = start("flood_child", server.port, FLOOD, CONNECTIONS, each, name)
+            time.sleep(each)
+            memory[name] = server.resident_mib
+            counts = json.loads(flood.communicate(timeout=120)[0])
+            times.append((time.monotonic(), "settles"))
+            time.sleep(SETTLES)
+            print(f"{name}: {counts}, {memory[name]:.0f} MiB", flush=True)
+        times.append((time.monotonic(), ""))
+        seen = json.loads(honest.communicate(timeout=400)[0])
+        check_server(server, seen, list(memory.values()))
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ["", "settles", *names]}
+    for began, first, whole, status in seen:
+        name = next((name for at, name in reversed(times) if at <= began), "settles")
+        if status == 200:
+            found[name].append((first, whole))
+    return found
+
+
+def check_server(server: Server, seen: list[Any], memory: list[float]) -> None:
+    """Nothing hangs, nothing was refused, and nothing is left."""
+    assert server.process.poll() is None, server.log[-3000:]
+    assert Counter(status for *_, status in seen).keys() == {200}
+    assert "Traceback" not in server.log
+    wait_for(lambda: server.stats(HONEST[0])["requests"]["running"] == 0)
+    assert max(memory) < memory[0] + 400, memory
+    assert server.stop(signal.SIGTERM) == 0
+
+
+def report(found: dict[str, list[tuple[float, float]]]) -> float:
+    """Print the times beside each attack. Return the 99th percentile beside all, by that alone."""
+    alone = [whole for _, whole in found[""]]
+    beside = [whole for name, seen in found.items() if name not in ("", "settles") for _, whole in seen]
+    for name, seen in found.items():
+        first, whole = ([one[i] for one in seen] for i in (0, 1))
+        print(
+            f"{name or 'alone':32} n {len(seen):4}, first token p50 {percentile(first, 0.5):6.3f} p99 "
+            f"{percentile(first):6.3f}, whole p50 {percentile(whole, 0.5):6.3f} p99 {percentile(whole):6.3f}"
+        )
+    ratio = percentile(beside) / percentile(alone)
+    print(f"p99 alone {percentile(alone):.3f}, beside attacks {percentile(beside):.3f}: {ratio:.2f} times")
+    return ratio
+
+
+@pytest.mark.nightly
+def test_a_minute(tmp_path: Path) -> None:
+    """Nothing hangs, is refused or stays. A minute has too few requests for the bound of ten."""
+    found = soak(tmp_path, alone=1.0, each=2.0, names=flood_child.NAMES)
+    assert report(found) <= 2 * MOST_TIMES
+
+
+@pytest.mark.bench
+def test_ten_minutes(tmp_path: Path) -> None:
+    """MIXEDKV_SOAK_ATTACKS: some attacks alone, with commas between; MIXEDKV_SOAK_SECONDS: of all."""
+    names = [name for name in os.environ.get("MIXEDKV_SOAK_ATTACKS", "").split(",") if name]
+    names = names or flood_child.NAMES
+    seconds = float(os.environ.get("MIXEDKV_SOAK_SECONDS", "600")) / len(names)
+    found = soak(tmp_path, alone=seconds * 0.3, each=seconds * 0.65, names=names)
+    assert report(found) <= MOST_TIMES
