@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -317,3 +318,14 @@ def test_special_is_the_former_way(former: Llama) -> None:
     assert n_controls(former, CHATML, "<|im_end|>") == n_controls(former, CHATML, "it") + 1
     with pytest.raises(ValueError, match="content_tokens='all': use one of text, special"):
         Llama("x.gguf", content_tokens="all")  # type: ignore[arg-type]
+
+
+def test_templates_know_the_date_and_the_tools_as_llama_cpp_tells_them(llm: Llama) -> None:
+    day = datetime.now()
+    llama = Tokenizer(llm, "", source("meta-llama-Llama-3.3-70B-Instruct"))
+    fire = Tokenizer(llm, "", source("fireworks-ai-llama-3-firefunction-v2"))
+    for tools in ((), (WEATHER,)):
+        chat = Chat(messages=[USER], tools=tools)
+        assert f"Today Date: {day:%d %b %Y}" in llama.rendered(chat).text
+        assert f"Today is {day:%b %d %Y}." in fire.rendered(chat).text
+    assert '"name": "get_weather"' in fire.rendered(Chat(messages=[USER], tools=[WEATHER])).text

@@ -17,6 +17,7 @@ import numpy as np
 from llama_cpp import llama_chat_format
 
 from mixedkv.engine.chat import generic_tools
+from mixedkv.engine.chat.bare_calls import BareCalls
 from mixedkv.engine.chat.chat_template import Chat, ChatRenderer, RenderedChat
 from mixedkv.engine.constrain.constraint import ConstraintCompiler, Matcher
 from mixedkv.engine.constrain.constraint_text import Constraint
@@ -349,7 +350,11 @@ class Tokenizer:
         if chat.options.continues and self.renders and not self.chat_template:
             raise ValueError("continue_final_message: a chat format by name begins each answer: leave it out")
         if self.chat_template and (self.thinks or not chat.is_plain):
-            return self._renderer.render(chat.messages, chat.tools, chat.choice, chat.options)
+            rendered = self._renderer.render(chat.messages, chat.tools, chat.choice, chat.options)
+            if not chat.tools or chat.choice.mode != "auto" or rendered.prompt is None:
+                return rendered
+            names = {tool["function"]["name"] for tool in chat.tools}
+            return replace(rendered, prompt=BareCalls(rendered.prompt, names))
         try:
             result = self._format(chat.messages)
         except ValueError:
@@ -393,6 +398,14 @@ class Tokenizer:
     def renders(self) -> bool:
         """True if there is a chat template or format; one that shows no tools gets `generic_tools`."""
         return self._formatter is not None
+
+    def can_continue(self, tools: bool) -> bool:
+        """Return whether an answer can go on from the chat's last message.
+
+        Args:
+            tools: the answer may call.
+        """
+        return bool(self.chat_template) and (not tools or self._renderer.takes_tools)
 
     @property
     def infills(self) -> bool:

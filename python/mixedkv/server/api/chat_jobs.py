@@ -116,6 +116,8 @@ def _budget(server: ServerState, body: ChatRequest) -> int | None:
 
 
 def _schema(body: ChatRequest) -> Constraint | None:
+    if body.json_schema is not None:
+        return Constraint("json_schema", json.dumps(body.json_schema), "json_schema")
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return None

@@ -120,9 +120,11 @@ def template_options(server: ServerState, body: ChatFields) -> TemplateOptions:
                 "continue_final_message: the last message has to be an assistant's without tool_calls",
                 "continue_final_message",
             )
-    return TemplateOptions(
-        variables=variables, thinking=thinking, continues=bool(body.continue_final_message)
-    )
+    continues = body.goes_on if body.continue_final_message is None else body.continue_final_message
+    if continues and body.continue_final_message is None:
+        may_call = bool(body.tools) and getattr(body, "tool_choice", None) != "none"
+        continues = server.engine.tokenizer.can_continue(may_call)
+    return TemplateOptions(variables=variables, thinking=thinking, continues=continues)
 
 
 _MOST = 64  # of a request
@@ -185,7 +187,8 @@ def choice_of(body: ChatRequest) -> ToolChoice:
         choice = ToolChoice(mode=wanted or "auto", parallel=body.parallel_tool_calls)
     if not body.tools or choice.mode == "none":
         return choice
-    formats = {"response_format": body.response_format, "grammar": body.grammar, "regex": body.regex}
+    names = ("response_format", "json_schema", "grammar", "regex")
+    formats = {name: getattr(body, name) for name in names}
     for name, value in formats.items():
         if value is not None and getattr(value, "type", "") != "text":
             raise bad_request(

@@ -264,11 +264,20 @@ class AdapterScale(Model):
     scale: Finite
 
 
+def _not_none_at_all(n: int) -> int:
+    if n == 0:
+        raise ValueError("0 asks for no answer: give 1 or more, or -1 for as many as fit")
+    return n
+
+
+MostTokens = Annotated[int, Field(ge=-1, le=INT32_MAX), AfterValidator(_not_none_at_all)]
+
+
 class GenerationFields(SamplingFields):
     """The fields that chat and completions have in common."""
 
     model: Name | None = None
-    max_tokens: Positive | None = None
+    max_tokens: MostTokens | None = None
     n_predict: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = about(
         "llama-server's name of max_tokens. -1: as many as fit; 0: the prompt is evaluated and kept."
     )
@@ -368,15 +377,26 @@ class ChatFields(Model):
     )
     chat_template_kwargs: Variables | None = about("Variables of the chat template.")
     continue_final_message: bool | None = about(
-        "The last message is the answer's beginning; the answer goes on from it."
+        "The last message is the answer's beginning; the answer goes on from it. Default, as in "
+        "llama-server: if it is the assistant's, without calls."
     )
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the answer goes on from the last message unless the request says something else."""
+        return False
+
+    def _ends_with_answer(self) -> bool:
+        last = self.messages[-1]
+        return last.role == "assistant" and not last.tool_calls
 
 
 class ChatRequest(ChatFields, GenerationFields):
-    max_completion_tokens: Positive | None = None
+    max_completion_tokens: MostTokens | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     response_format: ResponseFormat | None = None
+    json_schema: dict[str, Any] | None = about("llama-server's short form of response_format.")
     tool_choice: AnyChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_budget_tokens: Whole | None = about("Tokens after which a thought is ended.")
@@ -390,6 +410,10 @@ class ChatRequest(ChatFields, GenerationFields):
     modalities: list[Any] | None = about(REFUSED)
     audio: Any = about(REFUSED)
     web_search_options: Any = about(REFUSED)
+
+    @property
+    def goes_on(self) -> bool:
+        return self.session_id is None and self._ends_with_answer()
 
     @property
     def names_answers(self) -> bool:
@@ -408,6 +432,8 @@ class ChatRequest(ChatFields, GenerationFields):
             raise ValueError("modalities: this server answers in text only")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs=true only")
+        if self.json_schema is not None and self.response_format is not None:
+            raise ValueError("json_schema and response_format both say what the answer looks like: give one")
         return self
 
 
@@ -517,6 +543,10 @@ class DetokenizeRequest(Model):
 
 class ApplyTemplateRequest(ChatFields):
     model: Name | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        return self._ends_with_answer()
 
 
 class ContextRequest(CreateContextCacheRequest):

@@ -1,0 +1,92 @@
+"""What llama-server's clients rely on in chats: an answer that goes on from the last message, its limits and
+its schema; and chats begin with BOS.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.server_support import Server, running
+
+HI = {"role": "user", "content": "Who was in the mill?"}
+BEGUN = {"role": "assistant", "content": "The one who was there is"}
+CHAT = {"messages": [HI], "max_tokens": 8, "temperature": 0}
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with running("--n-ctx", "1024", "--parallel", "1") as server:
+        yield server
+
+
+def prompt(server: Server, body: dict[str, object]) -> str:
+    return str(server.post("/apply-template", body)["prompt"])
+
+
+def test_an_answer_goes_on_from_the_last_message_of_the_assistant(server: Server) -> None:
+    begun = {**CHAT, "messages": [HI, BEGUN]}
+    rendered = prompt(server, {"messages": begun["messages"]})
+    assert rendered == prompt(server, {"messages": [HI]}) + BEGUN["content"]
+    both = [
+        server.post("/v1/chat/completions", {**begun, **more})
+        for more in ({}, {"continue_final_message": True})
+    ]
+    assert both[0]["choices"] == both[1]["choices"]
+    assert both[0]["usage"]["prompt_tokens"] == both[1]["usage"]["prompt_tokens"]
+    ollama = server.post(
+        "/api/chat", {"messages": begun["messages"], "stream": False, "options": {"num_predict": 1}}
+    )
+    assert ollama["prompt_eval_count"] == both[0]["usage"]["prompt_tokens"]
+
+
+def test_unless_that_is_not_wanted_or_cannot_be(server: Server, tmp_path: Path) -> None:
+    turn = prompt(server, {"messages": [HI, BEGUN], "continue_final_message": False})
+    assert turn.startswith(prompt(server, {"messages": [HI]}) + BEGUN["content"])
+    assert not turn.endswith(BEGUN["content"])
+    with running("--n-ctx", "512", "--chat-format", "llama-2") as named:
+        assert named.post("/v1/chat/completions", {**CHAT, "messages": [HI, BEGUN]})["choices"]
+
+
+def test_a_chat_begins_with_bos_where_its_template_has_none(tmp_path: Path) -> None:
+    (tmp_path / "plain.jinja").write_text(PLAIN)
+    with running("--n-ctx", "512", "--chat-format", str(tmp_path / "plain.jinja")) as plain:
+        text = prompt(plain, {"messages": [HI]})
+        tokens = {
+            special: plain.post("/tokenize", {"content": text, "add_special": special})["tokens"]
+            for special in (True, False)
+        }
+        used = plain.post("/v1/chat/completions", {**CHAT, "max_tokens": 1})["usage"]["prompt_tokens"]
+        assert used == len(tokens[True]) == len(tokens[False]) + 1
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_minus_one_is_as_many_tokens_as_fit(name: str, server: Server) -> None:
+    body = {"messages": [HI], "temperature": 0, name: -1, "stop": ["\n"]}
+    assert server.post("/v1/chat/completions", body)["choices"][0]["finish_reason"] in ("stop", "length")
+    for wrong in (0, -2):
+        status, answer, _ = server.request("POST", "/v1/chat/completions", {**body, name: wrong})
+        assert (status, answer["error"]["param"]) == (400, name)
+
+
+def test_a_schema_at_the_top_of_a_chat(server: Server) -> None:
+    answer = server.post("/v1/chat/completions", {**CHAT, "max_tokens": 20, "json_schema": {"const": "42"}})
+    assert json.loads(answer["choices"][0]["message"]["content"]) == "42"
+    assert "warnings" not in answer
+    both = {**CHAT, "json_schema": {"const": 1}, "response_format": {"type": "json_object"}}
+    status, answer, _ = server.request("POST", "/v1/chat/completions", both)
+    assert status == 400
+    assert "json_schema and response_format both" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["llama-2", "llama2", "llama-3", "vicuna", "baichuan-2", "chatml"])
+def test_names_of_formats_are_those_of_llama_cpp_python(name: str) -> None:
+    from mixedkv.native.chat_formats import find_format, format_name
+
+    assert find_format(name) is not None
+    assert format_name(name) == {"llama2": "llama-2"}.get(name, name)
+    assert find_format("odd") is None
