@@ -1,5 +1,6 @@
 // What llama.cpp has in private headers, which Python cannot call: hidden states of tokens behind the last layer, which
-// heads that predict several tokens (MTP) read, where weights lie, and which logits are wanted.
+// heads that predict several tokens (MTP) read, where weights lie, which logits are wanted, and
+// which are no numbers.
 
 #include "bindings.h"
 
@@ -10,6 +11,7 @@
 #include <pybind11/stl.h>
 
 #include <cstring>
+#include <map>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -57,7 +59,20 @@ static void want_logits(uintptr_t context, const std::optional<words> & tokens) 
     check(mixedkv_want_logits(ctx, tokens ? tokens->data() : nullptr, tokens ? uint32_t(tokens->size()) : 0));
 }
 
+// {sequence: first position}
+static std::map<int32_t, int32_t> take_not_finite(uintptr_t context) {
+    std::map<int32_t, int32_t> out;
+    for (const auto & found : fetch<mixedkv_not_finite>(pointer<llama_context>(context), mixedkv_take_not_finite)) {
+        out[found.seq_id] = found.pos;
+    }
+    return out;
+}
+
 void register_hidden(py::module_ & m) {
+    m.def("take_not_finite", &take_not_finite, "context"_a);
+    m.def(
+        "clear_unused", [](uintptr_t context) { check(mixedkv_clear_unused(pointer<llama_context>(context))); },
+        "context"_a);
     m.def("mapped_weights", &mapped_weights, "model"_a);
     m.def("want_logits", &want_logits, "context"_a, "tokens"_a.none(true));
     m.def("keep_hidden", &keep_hidden, "context"_a, "value"_a, "outputs_only"_a);

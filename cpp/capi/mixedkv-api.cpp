@@ -227,6 +227,20 @@ mixedkv_status mixedkv_want_logits(llama_context * ctx, const uint32_t * tokens,
     });
 }
 
+mixedkv_status mixedkv_take_not_finite(llama_context * ctx, mixedkv_not_finite * out, uint32_t n, uint32_t * n_out) {
+    return guarded(ctx, [&] {
+        const auto found = ctx->hooks.finite.get();
+        copy_out(found, out, n, n_out);
+        if (n >= found.size()) {
+            ctx->hooks.finite.forget();
+        }
+    });
+}
+
+mixedkv_status mixedkv_clear_unused(llama_context * ctx) {
+    return guarded(ctx, [&] { llama_kv_clear_unused(*ctx); });
+}
+
 mixedkv_status mixedkv_get_stats(llama_context * ctx, mixedkv_stats * out) {
     return guarded(ctx, [&] {
         require(out, MIXEDKV_INVALID, "out is NULL");

@@ -336,6 +336,12 @@ class Stream:
     def lock(self, model: int) -> tuple[int, int, str]:
         """Bytes that are locked, that should be, and why not all are."""
 
+def take_not_finite(context: int) -> dict[int, int]:
+    """Sequences whose evaluation gave values that are no numbers since the last call; where they begin."""
+
+def clear_unused(context: int) -> None:
+    """Zero what cells hold that no sequence has."""
+
 def want_logits(context: int, tokens: npt.NDArray[np.uint32] | None) -> None:
     """Of the next evaluations the logits of these tokens are read, a bit each; None: all."""
 

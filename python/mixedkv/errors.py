@@ -43,6 +43,27 @@ class EngineError(RuntimeError):
     """Evaluation failed; the answer is lost, the engine goes on."""
 
 
+class NotFiniteError(EngineError):
+    """The model computed values that are no numbers: NaN, or infinite. Nothing can be chosen from them, and
+    no row that was computed from them is kept.
+
+    Args:
+        where: which values.
+    """
+
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"{where} are not numbers (NaN or infinite), so this ends here and no row that was computed "
+            f"from them is kept. Either the model's file is damaged: get it again; or its numbers overflow "
+            f"with this input: use the model in another type (BF16 in place of F16), or change the input"
+        )
+
+
+def not_finite_at(pos: int) -> NotFiniteError:
+    """Return the error for a sequence whose token at position `pos` gave the first of such values."""
+    return NotFiniteError(f"the model's values from token {pos} of this sequence on")
+
+
 class QueueFullError(RuntimeError):
     """The queue is full: as many requests wait as may."""
 

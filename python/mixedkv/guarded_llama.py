@@ -13,7 +13,7 @@ import llama_cpp
 import numpy as np
 
 from mixedkv import _core
-from mixedkv.errors import ClosedError, ContextBusyError, StoppedError
+from mixedkv.errors import ClosedError, ContextBusyError, NotFiniteError, StoppedError
 from mixedkv.kv.cache import KVCache
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.context_lock import present
@@ -21,6 +21,14 @@ from mixedkv.native.llama_arguments import check_messages, checked_kinds
 from mixedkv.tokens import common_prefix
 
 _T = TypeVar("_T")
+
+
+def _is_finite(made: Any) -> bool:
+    """Return whether all numbers of vectors are finite; they may be in lists of lists."""
+    if made and isinstance(made[0], list):
+        return all(map(_is_finite, made))
+    return bool(np.isfinite(made).all())
+
 
 _SHORT_STEP = 8  # tokens: a step that ends sooner than a copy of recurrent states is worth
 
@@ -142,17 +150,28 @@ class GuardedLlama(_llama_cpp.SampledLlama):
     ) -> Any:
         """Embed as the base class does. Where nothing is pooled it is given one text at a time: it reads the
         vectors of all but the first of a batch from the wrong place.
+
+        Raises:
+            NotFiniteError: numbers of a vector are NaN or infinite.
         """
         with self._evaluating("embed"):
-            base = super().embed
-            if (
-                isinstance(input, str)
-                or llama_cpp.llama_pooling_type(self.ctx) != llama_cpp.LLAMA_POOLING_TYPE_NONE
-            ):
-                return base(input, normalize, truncate, return_count)
-            made = [base(text, normalize, truncate, True) for text in input]
-            vectors = [vector for vector, _ in made]
-            return (vectors, sum(n for _, n in made)) if return_count else vectors
+            made = self._embed(input, normalize, truncate, return_count)
+            self.kv.take_not_finite()  # vectors tell by themselves
+            if not _is_finite(made[0] if return_count else made):
+                self.kv.clear_unused()
+                raise NotFiniteError("the model's vectors of this text")
+            return made
+
+    def _embed(self, input: str | list[str], normalize: bool, truncate: bool, return_count: bool) -> Any:
+        base = super().embed
+        if (
+            isinstance(input, str)
+            or llama_cpp.llama_pooling_type(self.ctx) != llama_cpp.LLAMA_POOLING_TYPE_NONE
+        ):
+            return base(input, normalize, truncate, return_count)
+        made = [base(text, normalize, truncate, True) for text in input]
+        vectors = [vector for vector, _ in made]
+        return (vectors, sum(n for _, n in made)) if return_count else vectors
 
     def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Any:
         return self.in_turns(self._generate(tokens, *args, **kwargs))

@@ -36,11 +36,12 @@ RANGES: dict[str, tuple[float, float]] = {  # of settings of sampling: in Python
     "adaptive_target": (-1, 1),
     "adaptive_decay": (0, 0.99),
     "repeat_penalty": (0.01, 100),
+    "repeat_last_n": (-1, INT32_MAX),
     "frequency_penalty": (-2, 2),
     "presence_penalty": (-2, 2),
     "seed": (0, 2**32 - 1),
 }
-WHOLE = {"top_k", "dry_allowed_length", "dry_penalty_last_n", "mirostat", "seed"}  # of these
+WHOLE = {"top_k", "dry_allowed_length", "dry_penalty_last_n", "mirostat", "repeat_last_n", "seed"}  # of these
 
 
 def whole(name: str, value: object, low: int = -INT32_MAX, high: int = INT32_MAX) -> int:

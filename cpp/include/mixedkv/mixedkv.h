@@ -185,6 +185,20 @@ LLAMA_API enum mixedkv_status mixedkv_leave(struct llama_context * ctx);
 // them. Others may be minus infinity. NULL: all are wanted.
 LLAMA_API enum mixedkv_status mixedkv_want_logits(struct llama_context * ctx, const uint32_t * tokens, uint32_t n);
 
+// A sequence whose evaluation gave values that are no numbers: NaN, or infinite.
+struct mixedkv_not_finite {
+    int32_t seq_id;
+    int32_t pos; // the first such token; rows from there on are MIXEDKV_DOUBTED
+};
+
+// The sequences that gave such values since they were last taken; all entries are forgotten once n is enough for them.
+// Remove each from that position on, and then call mixedkv_clear_unused().
+LLAMA_API enum mixedkv_status mixedkv_take_not_finite(struct llama_context * ctx, struct mixedkv_not_finite * out,
+                                                      uint32_t n, uint32_t * n_out);
+
+// Zeroes what the cells hold that no sequence has. Attention of llama.cpp multiplies them by 0, and 0 times NaN is NaN.
+LLAMA_API enum mixedkv_status mixedkv_clear_unused(struct llama_context * ctx);
+
 LLAMA_API enum mixedkv_status mixedkv_get_stats(struct llama_context * ctx, struct mixedkv_stats * out);
 
 // Fill up to n entries; *n_out is how many there are. `out` may be NULL when n is 0.

@@ -139,7 +139,11 @@ static int32_t decode(llama_context & ctx, const llama_batch & batch, int32_t la
     stop_after             stop(find_mixed(ctx, last_layer)->get_node(last_layer));
     const llama_eval_guest guest(ctx.hooks.evals, stop);
 
-    return ctx.decode(*compat.batch_ext);
+    ctx.hooks.finite.off = true; // what it looks at is not computed
+    const int32_t res    = ctx.decode(*compat.batch_ext);
+    ctx.hooks.finite.off = false;
+
+    return res;
 }
 
 // What it lacked before it lacks again, whichever micro-batch failed. What is behind stays: see vendor/patches/08.

@@ -165,6 +165,23 @@ void llama_kv_hot_rows::clear(bool data) {
     }
 }
 
+void llama_kv_hot_rows::clear_unused() {
+    const uint32_t n_slots = has_rows() ? slots.get_layout().n_slots : 0; // pages behind them may have gone back to the system
+
+    for (uint32_t s = 0; s < n_stream && n_slots > 0; ++s) {
+        for (const auto & ring : layers) {
+            for (ggml_tensor * t : ring.stream(s)) {
+                for (uint32_t slot = 0; slot < n_slots; ++slot) {
+                    if (slots.get_ring(s).cell_of(slot) < 0) {
+                        ggml_backend_tensor_memset(t, 0, slot*t->nb[1], t->nb[1]);
+                    }
+                }
+                ggml_backend_tensor_memset(t, 0, get_trash_row()*t->nb[1], t->nb[1]);
+            }
+        }
+    }
+}
+
 void llama_kv_hot_rows::copy_stream(uint32_t src, uint32_t dst) {
     for (const auto & ring : layers) {
         const auto to = ring.stream(dst);

@@ -63,6 +63,9 @@ public:
 
     void clear(bool data);
 
+    // zeroes slots that no cell has, and the row that nobody reads: the merged view multiplies them
+    void clear_unused();
+
     void release_dead()                             { slots.release_dead(); }
     void seq_cp (llama_seq_id src, llama_seq_id dst) { slots.seq_cp(src, dst); }
     void seq_add(llama_pos shift)                   { slots.seq_add(shift); }

@@ -2,6 +2,7 @@
 
 #include "graph/guard.h"
 #include "graph/node.h"
+#include "graph/query-sums.h"
 
 #include "llama-impl.h"
 
@@ -290,6 +291,10 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn(
     }
 
     pin_gathered(graph, il);
+
+    if (kv_mixed->is_fused(il)) {
+        llama_kv_sum_queries(graph, *kv_mixed, q, il);
+    }
 
     ggml_tensor * res = kv_mixed->is_fused(il) ?
         build_attn_fused(graph, q, k, v, kq_mask, sinks, kq_scale, il) :

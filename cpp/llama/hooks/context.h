@@ -3,6 +3,7 @@
 // What vendor/patches adds to llama_context, and calls where one is at hand.
 
 #include "hooks/eval-chain.h"
+#include "hooks/finite.h"
 #include "hooks/hooks.h"
 #include "hooks/step.h"
 #include "hooks/truth.h"
@@ -17,6 +18,7 @@ struct llama_context_hooks {
     llama_eval_chain     evals; // who is told of the nodes of its graphs
     llama_kv_truth       truth; // what each row is
     llama_wanted_logits  wanted;
+    llama_finite_watch   finite; // values that are no numbers
 };
 
 // llama_decode, llama_encode: no other thread evaluates or touches rows as long as what is returned is there

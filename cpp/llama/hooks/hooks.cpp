@@ -4,6 +4,7 @@
 
 #include "cache/mixed.h"
 #include "graph/guard.h"
+#include "graph/query-sums.h"
 #include "hooks/setup.h"
 #include "hooks/support.h"
 #include "model/stream.h"
@@ -236,5 +237,7 @@ ggml_tensor * llama_kv_cache_context::build_attn(
         ggml_tensor * v_mla,
               float   kq_scale,
                 int   il) const {
+    llama_kv_sum_queries(graph, *kv, q, il);
+
     return graph.build_attn_mha(q, k, v, kq_b, kq_mask, sinks, v_mla, 0, kq_scale, il);
 }

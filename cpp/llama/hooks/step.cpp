@@ -1,5 +1,6 @@
 #include "hooks/step.h"
 
+#include "hooks/states.h"
 #include "hooks/support.h"
 
 #include "llama-batch.h"
@@ -54,21 +55,9 @@ llama_step::llama_step(llama_context & ctx, const llama_ubatch & ubatch) :
 
 llama_step::~llama_step() = default;
 
-// body(tensor, offset in it, bytes) for all states of cells [first, first + n), their snapshots among them
-template <typename F>
-static void for_each_state(const llama_memory_recurrent & mem, uint32_t first, uint32_t n, F && body) {
-    for (const auto * layers : { &mem.r_l, &mem.s_l, &mem.p_l }) {
-        for (ggml_tensor * t : *layers) {
-            for (uint32_t i = 0; t && i < 1 + mem.n_rs_seq; ++i) {
-                body(t, (size_t(i)*mem.size + first)*t->nb[1], n*t->nb[1]);
-            }
-        }
-    }
-}
-
 void llama_step::keep_states() {
     size_t size = 0;
-    for_each_state(*recr, first, n, [&](const ggml_tensor *, size_t, size_t bytes) { size += bytes; });
+    llama_kv_for_each_state(*recr, first, n, [&](const ggml_tensor *, size_t, size_t bytes) { size += bytes; });
 
     llama_step_room & room = ctx.hooks.room;
     if (room.size() < size) {
@@ -78,7 +67,7 @@ void llama_step::keep_states() {
     ctx.synchronize();
 
     uint8_t * to = room.data();
-    for_each_state(*recr, first, n, [&](const ggml_tensor * t, size_t at, size_t bytes) {
+    llama_kv_for_each_state(*recr, first, n, [&](const ggml_tensor * t, size_t at, size_t bytes) {
         ggml_backend_tensor_get(t, to, at, bytes);
         to += bytes;
     });
@@ -88,7 +77,7 @@ void llama_step::put_states() {
     ctx.synchronize();
 
     const uint8_t * from = ctx.hooks.room.data();
-    for_each_state(*recr, first, n, [&](ggml_tensor * t, size_t at, size_t bytes) {
+    llama_kv_for_each_state(*recr, first, n, [&](ggml_tensor * t, size_t at, size_t bytes) {
         ggml_backend_tensor_set(t, from, at, bytes);
         from += bytes;
     });
@@ -133,6 +122,7 @@ llm_graph_result * llama_step::process(llm_graph_type gtype, llama_memory_contex
 
     if (res) {
         ctx.hooks.truth.end_step(ctx.get_memory(), ubatch);
+        ctx.hooks.finite.end_step(ctx, *res, ubatch);
     } else if (ctx.hooks.truth.refused.empty()) { // otherwise it was not begun
         undo();
     }

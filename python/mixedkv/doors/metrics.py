@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from mixedkv.engine.schedule.contract import Observer
 from mixedkv.engine.schedule.progress import Progress
+from mixedkv.errors import NotFiniteError
 
 _FIRST = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 30, 60, 120)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
@@ -179,8 +180,8 @@ class Metrics(Observer):
         self.success.labels("abort").inc()
         self._record(job, "abort")
 
-    def failed(self, job: Progress) -> None:
-        self.errors.labels("engine").inc()
+    def failed(self, job: Progress, error: Exception) -> None:
+        self.errors.labels("not_finite" if isinstance(error, NotFiniteError) else "engine").inc()
         self._record(job, "error")
 
     def evicted(self) -> None:

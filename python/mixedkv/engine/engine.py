@@ -38,7 +38,7 @@ from mixedkv.engine.schedule.fair_queue import Limits, unlimited
 from mixedkv.engine.schedule.pacing import SLOWDOWN, Pace
 from mixedkv.engine.schedule.request import Request, SpeculationMode
 from mixedkv.engine.schedule.scheduler import Scheduler
-from mixedkv.engine.stepping import Stepper
+from mixedkv.engine.stepping import NotFiniteCount, Stepper
 from mixedkv.engine.text.detokenizer import Detokenizer, stop_strings
 from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.llama import Llama
@@ -198,6 +198,11 @@ class Engine:
     def slowest_step_seconds(self) -> float:
         """Seconds that the slowest step took."""
         return self._stepper.slowest_seconds
+
+    @property
+    def not_finite(self) -> NotFiniteCount:
+        """Answers that ended since the model's values were no numbers."""
+        return self._stepper.not_finite
 
     @property
     def thread_id(self) -> int | None:

@@ -26,7 +26,7 @@ from mixedkv.engine.schedule.contract import Observer, Run, StepPlan
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.engine.text.detokenizer import Detokenizer
 from mixedkv.engine.text.thought import Thought
-from mixedkv.errors import RowsGoneError
+from mixedkv.errors import NotFiniteError, RowsGoneError, not_finite_at
 from mixedkv.images.picture import Picture
 from mixedkv.kv.cache import KVCache
 from mixedkv.kv.fetched import Fetched, WrongRowsError
@@ -35,6 +35,31 @@ from mixedkv.native.batch import NO_CELLS, NativeBatch
 from mixedkv.prompts.overflow import cut, head_of
 
 log = logging.getLogger("mixedkv.engine")
+
+
+_MANY = 16  # answers in a row
+
+
+class NotFiniteCount:
+    """Counts answers that ended since the model's values were no numbers, among all that ended.
+
+    Attributes:
+        n: since the beginning.
+    """
+
+    def __init__(self) -> None:
+        self.n = self._n_all = self._n_in_row = 0
+
+    def add(self, value: bool) -> None:
+        self.n, self._n_all = self.n + value, self._n_all + 1
+        self._n_in_row = self._n_in_row + 1 if value else 0
+
+    @property
+    def is_broken(self) -> bool:
+        """True if the model seems to give no numbers at all: none of its answers was good, or none of the
+        last ones. A single prompt that overflows says nothing of others.
+        """
+        return self._n_in_row >= min(_MANY, max(1, self._n_all))
 
 
 class Stepper:
@@ -48,6 +73,7 @@ class Stepper:
         n_steps: since the beginning.
         last, last_seconds: what the latest step evaluated, and how long it took.
         slowest_seconds: how long the slowest step took.
+        not_finite: answers that ended since the model's values were no numbers.
     """
 
     def __init__(
@@ -71,6 +97,7 @@ class Stepper:
         self.n_steps = 0
         self.last, self.last_seconds = StepPlan[Job](), 0.0
         self.slowest_seconds = 0.0
+        self.not_finite = NotFiniteCount()
 
     def advance(self, jobs: Sequence[Job]) -> None:
         """Admit new jobs and evaluate one step."""
@@ -106,6 +133,7 @@ class Stepper:
         if code != 0:
             self._abandon(self._scheduler.running, self._llm.decode_error(code))
             return
+        self._set_spoiled(step)
         if self._width:
             take_hidden(self._llm.ctx, step)
         self._speculation.evaluated(step)
@@ -118,6 +146,8 @@ class Stepper:
         self._loader.stitch(step)  # stitching overwrites the logits, which have been used by now
         for job, failed in look(self._llm, step, self._scheduler):
             self._abandon([job], failed) if failed else self._finish(job, "length")
+            if isinstance(failed, NotFiniteError):
+                self._llm.kv.clear_unused()
         self.n_steps += 1
         self.last, self.last_seconds = step, time.perf_counter() - began
         self.slowest_seconds = max(self.slowest_seconds, self.last_seconds)
@@ -132,6 +162,26 @@ class Stepper:
         if not step.runs:
             return step, 0
         return step, self._batch.decode(self._llm.ctx, self._llm.kv, wanted(step))
+
+    def _set_spoiled(self, step: StepPlan[Job]) -> None:
+        """Take the rows of jobs for which a step gave values that are no numbers. One that was alone ends
+        with an error; where several were spoiled, one may have spoiled the others, which llama.cpp's
+        attention does: each is evaluated again by itself.
+        """
+        found = self._llm.kv.take_not_finite()
+        if not found:
+            return
+        spoiled = [run for run in step.runs if run.job.seq is not None and run.job.seq.id in found]
+        for run in spoiled:
+            run.spoiled = True
+            assert run.job.seq is not None
+            if run.job.alone or (len(spoiled) == 1 and not run.drafts):
+                error = not_finite_at(found[run.job.seq.id])
+                log.error("an answer ends: %s", error)
+                self._abandon([run.job], error)
+            else:
+                self._scheduler.evaluate_alone(run.job)
+        self._llm.kv.clear_unused()
 
     def _answer(self, run: Run[Job], index: int) -> None:
         """Choose a job's next tokens from the step's logits. A draft is accepted if the sampler chooses the
@@ -155,6 +205,7 @@ class Stepper:
             if end or n == len(run.drafts) or job.tokens[-1] != run.drafts[n]:
                 break
             n += 1
+        job.alone = False
         self._speculation.settle(run, n)
         if end:
             self._finish(job, end)
@@ -166,6 +217,7 @@ class Stepper:
         self._scheduler.leave(job)
         self._outbox.put((job, done))
         self._observer.finished(job, reason)
+        self.not_finite.add(False)
         if self._connector is not None and job.request.store:
             self._connector.offload(job)
 
@@ -173,7 +225,8 @@ class Stepper:
         for job in list(jobs):
             self._scheduler.abandon(job)
             self._outbox.put((job, Failed(error)))
-            self._observer.failed(job)
+            self._observer.failed(job, error)
+            self.not_finite.add(isinstance(error, NotFiniteError))
 
     def _fail_lost(self) -> None:
         gone = RowsGoneError("the rows before these vectors have gone")
@@ -210,7 +263,9 @@ def look(llm: Llama, step: StepPlan[Job], scheduler: Scheduler[Job]) -> Iterator
         if job.seq is None or job.picture is None:  # it gave way to another one
             continue
         code = evaluate(job.picture, llm.kv, job.n_rows, job.seq.id, llm.n_batch)
-        if code == 0:
+        if found := llm.kv.take_not_finite():
+            yield job, not_finite_at(min(found.values()))
+        elif code == 0:
             scheduler.has_rows(run)
         elif code != NO_CELLS:
             yield job, llm.decode_error(code)
@@ -268,7 +323,9 @@ def go_on(
         DeadEndError: the job's constraint allows no token.
     """
     answer, request = job.answer, job.request
+    n_thought = answer.n_thought
     token = next_token(job, context, index, detokenizer)
+    thinks = answer.n_thought > n_thought
     now = time.perf_counter()
     observer.token(job, now)
     job.chose(now)
@@ -278,7 +335,7 @@ def go_on(
             answer.end_by(logprob_of(row, token, request.n_logprobs))
         return None, "stop"
     text = piece(answer, token, detokenizer)
-    delta = _add(job, token, text, context, index, detokenizer)
+    delta = _add(job, token, text, context, index, detokenizer, thinks)
     if answer.text.stopped:
         return delta, "stop" if answer.text.stopped_by else "length"
     is_full = len(job.tokens) >= n_ctx and not request.slides
@@ -341,11 +398,13 @@ def _breaks_off(answer: AnswerState, thought: Thought, token: int, detokenizer: 
 
 
 def _add(
-    job: Job, token: int, text: bytes, context: Any, index: int, detokenizer: Detokenizer
+    job: Job, token: int, text: bytes, context: Any, index: int, detokenizer: Detokenizer, thinks: bool
 ) -> Delta | None:
-    """Add a token with its text to the answer and return the text that is certain now."""
+    """Add a token with its text to the answer and return the text that is certain now. Those of thoughts have
+    no log probability: the others are then those of the text, as OpenAI has them.
+    """
     answer, n_top, logprob = job.answer, job.request.n_logprobs, None
-    if n_top is not None:
+    if n_top is not None and not thinks:
         logprob = logprob_of(logits_row(context, index, detokenizer.n_vocab), token, n_top)
     job.tokens.append(token)
     if answer.drafter is not None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mixedkv import _core
 from mixedkv.config import KVSetting, MixedKVConfig
-from mixedkv.errors import ContextLengthError, MissingRowsError
+from mixedkv.errors import ContextLengthError, MissingRowsError, NotFiniteError, not_finite_at
 from mixedkv.kv.rows import DOUBTED, Truth
 from mixedkv.kv.sequence_state import SequenceState
 from mixedkv.limits import INT32_MAX
@@ -61,6 +61,7 @@ class Evaluating(SequenceState):
 
         Raises:
             MissingRowsError: the tokens would read rows that the sequence no longer has.
+            NotFiniteError: they gave values that are no numbers.
             ModelReadError: layers are streamed, and the file cannot be read any more.
             KeyboardInterrupt: layers are streamed, and a signal's handler raised this, or something else.
         """
@@ -76,6 +77,10 @@ class Evaluating(SequenceState):
             is_at_end = self._end() == n
             try:
                 yield
+                self._refuse_not_finite()
+            except NotFiniteError:
+                self._cut_back(n)
+                raise
             except RuntimeError as error:  # llama_decode: the memory has taken back its last micro-batch
                 llama.n_tokens = n
                 llama_cpp.llama_memory_seq_rm(self._memory, 0, n, -1)
@@ -96,6 +101,35 @@ class Evaluating(SequenceState):
                 llama.input_ids[n:end] = tokens
                 llama.n_tokens = end
                 raise
+
+    def _cut_back(self, n: int) -> None:
+        """Remove what sequence 0 has from position `n` on, or all of it where the model keeps a state of the
+        whole, and what its cells held.
+        """
+        if not llama_cpp.llama_memory_seq_rm(self._memory, 0, n, -1):
+            llama_cpp.llama_memory_seq_rm(self._memory, 0, -1, -1)
+            n = 0
+        self._llama.n_tokens = n
+        self.clear_unused()
+
+    # --- values that are no numbers ---
+
+    def take_not_finite(self) -> dict[int, int]:
+        """Return the sequences whose evaluation gave values that are no numbers since the last call, each
+        with the position of the first such token. Remove them from there on, then call `clear_unused`.
+        """
+        return _core.take_not_finite(self._address)
+
+    def clear_unused(self) -> None:
+        """Zero what is left in cells that no sequence has. llama.cpp's attention multiplies it by 0, which
+        makes NaN of NaN.
+        """
+        _core.clear_unused(self._address)
+
+    def _refuse_not_finite(self) -> None:
+        """Raise an error if the latest evaluation gave values that are no numbers."""
+        if found := self.take_not_finite():
+            raise not_finite_at(min(found.values()))
 
     def decode(self, batch: Any, wanted: npt.NDArray[np.uint32] | None = None) -> int:
         """Evaluate a llama_batch in sequences whose tokens the caller knows; return llama_decode's code.
@@ -157,7 +191,8 @@ class Evaluating(SequenceState):
                 attention, or the last layer keeps no rows.
             LookupError: there is no such sequence, or no room.
             UnsupportedModelError: the model keeps more than rows of tokens (recurrent layers).
-            ModelReadError, KeyboardInterrupt: as `step`; the sequence then lacks all of the positions.
+            NotFiniteError, ModelReadError, KeyboardInterrupt: as `step`; the sequence then lacks all of the
+                positions.
         """
         ids = np.array(check_tokens("tokens", tokens, self._llama.n_vocab()), np.int32)
         at = np.ascontiguousarray(positions, np.int32)
@@ -167,7 +202,14 @@ class Evaluating(SequenceState):
             )
         last = -1 if last_layer is None else last_layer
         try:
-            return _core.fill(self._address, seq, ids, at, logits, last, watch)
+            watched = _core.fill(self._address, seq, ids, at, logits, last, watch)
+            self._refuse_not_finite()
+            return watched
+        except NotFiniteError:
+            for pos in at.tolist():
+                llama_cpp.llama_memory_seq_rm(self._memory, seq, pos, pos + 1)
+            self.clear_unused()
+            raise
         except (KeyboardInterrupt, RuntimeError):
             self._check()
             raise

@@ -9,7 +9,14 @@ from typing import Any
 from starlette.responses import Response
 
 from mixedkv.engine.constrain.constraint import DeadEndError
-from mixedkv.errors import ClosedError, ContextLengthError, EngineError, ModelChangedError, QueueFullError
+from mixedkv.errors import (
+    ClosedError,
+    ContextLengthError,
+    EngineError,
+    ModelChangedError,
+    NotFiniteError,
+    QueueFullError,
+)
 from mixedkv.sessions.records import ErrorResponse
 
 _TYPES = {
@@ -94,7 +101,9 @@ def from_engine(error: Exception, param: str = "prompt") -> ApiError:
     if isinstance(error, DeadEndError):
         return bad_request(message, message.partition(":")[0])
     if isinstance(error, EngineError):
-        return ApiError(500, message, code="engine_error")
+        return ApiError(
+            500, message, code="not_finite" if isinstance(error, NotFiniteError) else "engine_error"
+        )
     return ApiError(500, "the request failed inside the server; its log has more", code="engine_error")
 
 

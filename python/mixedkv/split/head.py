@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mixedkv import _core
 from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.engine.text.detokenizer import Detokenizer
-from mixedkv.errors import InvalidModelFileError
+from mixedkv.errors import InvalidModelFileError, NotFiniteError
 from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import TensorFacts, read_model_file
 from mixedkv.native import llama_cpp as _llama_cpp
@@ -76,13 +76,20 @@ class Head:
 
         Raises:
             IndexError: a token is not of this model.
+            NotFiniteError: some of them are no numbers.
         """
         with self._lock:
             rows = self._embeddings.rows(np.asarray(tokens, np.int32))
+        if not np.isfinite(rows).all():
+            raise NotFiniteError("the head's vectors of these tokens")
         return rows if self._embedding_scale == 1 else rows * self._embedding_scale
 
     def logits(self, hidden: Floats) -> Floats:
-        """Return the logits [n, n_vocab] of hidden states [n, width]."""
+        """Return the logits [n, n_vocab] of hidden states [n, width].
+
+        Raises:
+            NotFiniteError: some of them are no numbers.
+        """
         with self._lock:
             logits = self._output.multiply(hidden)
         if self._bias is not None:
@@ -91,6 +98,8 @@ class Head:
             logits *= self._logit_scale
         if self._softcap != 0:
             logits = np.tanh(logits * (np.float32(1) / self._softcap)) * self._softcap
+        if not np.isfinite(logits).all():
+            raise NotFiniteError("the head's logits")
         return logits
 
     def close(self) -> None:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from mixedkv import _core
 from mixedkv.config.mixed import ggml_type
+from mixedkv.errors import not_finite_at
 from mixedkv.kv.stats import LayerStats
 from mixedkv.limits import padded
 from mixedkv.native.batch import NativeBatch, decode
@@ -174,6 +175,8 @@ class Context:
         if (status := decode(self.ptr, self._batch.native)) != 0:
             raise CannotRunError(f"llama_decode failed with status {status}. {log.text()}")
         llama_cpp.llama_synchronize(self.ptr)
+        if found := _core.take_not_finite(self.address):
+            raise CannotRunError(str(not_finite_at(min(found.values()))))
 
     def copy(self, seq: int) -> None:
         """Let another sequence begin with all tokens of sequence 0; they share the rows."""

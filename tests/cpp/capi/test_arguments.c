@@ -758,6 +758,12 @@ static void test_busy(struct llama_context * ctx) {
     EXPECT(INVALID, mixedkv_want_logits(NULL, NULL, 0));
     EXPECT(INVALID, mixedkv_want_logits(ctx, &n, 0)); // not the words of the vocabulary
     EXPECT(OK, mixedkv_want_logits(ctx, NULL, 0));
+    EXPECT(INVALID, mixedkv_take_not_finite(NULL, NULL, 0, &n));
+    EXPECT(INVALID, mixedkv_take_not_finite(ctx, NULL, 0, NULL));
+    EXPECT(OK, mixedkv_take_not_finite(ctx, NULL, 0, &n));
+    expect(0, (int) n);
+    EXPECT(INVALID, mixedkv_clear_unused(NULL));
+    EXPECT(OK, mixedkv_clear_unused(ctx));
 
     expect(0, pthread_create(&thread, NULL, hold, &other));
     wait_for(&other.is_inside);

@@ -10,7 +10,7 @@ import pytest
 from mixedkv._core import HotWindow
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.engine.batch.vector_job import VectorJob
-from mixedkv.errors import EngineError, RowsGoneError
+from mixedkv.errors import NotFiniteError, RowsGoneError
 from mixedkv.kv.fetched import Fetched
 from mixedkv.start.sequences import Sequence
 from support.scheduler_support import Desk
@@ -109,5 +109,5 @@ def test_hidden_states_nobody_computed_are_told() -> None:
         _ = _job(3, 3, n_hidden=2).hidden
     job = _job(3, 3, n_hidden=1)
     job._pieces.append(np.full(WIDTH, np.nan, np.float32))
-    with pytest.raises(EngineError, match="not finite"):
+    with pytest.raises(NotFiniteError, match="hidden states"):
         _ = job.hidden

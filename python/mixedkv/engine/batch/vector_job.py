@@ -13,7 +13,7 @@ import numpy.typing as npt
 from mixedkv.engine.jobs.job import Event, Job
 from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.engine.schedule.request import Request
-from mixedkv.errors import EngineError, RowsGoneError
+from mixedkv.errors import NotFiniteError, RowsGoneError
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.start.sequences import Sequence
@@ -78,13 +78,13 @@ class VectorJob(Job):
 
         Raises:
             RowsGoneError: the row of a wanted token existed already, so its hidden state was not computed.
-            EngineError: the model returned numbers that are not finite.
+            NotFiniteError: the model returned values that are no numbers.
         """
         if len(self._pieces) < self.n_hidden:
             raise RowsGoneError("these tokens were evaluated before: their hidden states have gone")
         hidden = np.array(self._pieces[-self.n_hidden :], np.float32) if self.n_hidden else _NONE
         if not np.isfinite(hidden).all():
-            raise EngineError("the model gave numbers that are not finite")
+            raise NotFiniteError("hidden states")
         return hidden
 
 
@@ -106,5 +106,6 @@ def take_hidden(context: object, step: StepPlan[Job]) -> None:
     begin = 0
     for run in step.runs:
         assert isinstance(run.job, VectorJob)
-        run.job.take_hidden(context, begin, run.n)
+        if not run.spoiled:
+            run.job.take_hidden(context, begin, run.n)
         begin += run.n

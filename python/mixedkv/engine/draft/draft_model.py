@@ -140,14 +140,19 @@ class DraftModel:
     def _decode(self) -> bool:
         """Evaluate the batch; return whether that was possible."""
         code = self._batch.decode(self._model.ctx, self._model.kv)
-        if code == 0:
+        spoiled = self._model.kv.take_not_finite()
+        if code == 0 and not spoiled:
             return True
-        if code != NO_CELLS:  # free the rows of ended answers for the next step
+        if spoiled:
+            log.warning("the draft model's values are not numbers: nothing is drafted")
+        elif code != NO_CELLS:  # free the rows of ended answers for the next step
             log.warning("the draft model's llama_decode returned %d", code)
         for follower in self._followers:
             if code != NO_CELLS or follower.job is None:
                 self._model.kv.remove(follower.id)
                 follower.tokens = follower.tokens[:0]
+        if spoiled:
+            self._model.kv.clear_unused()
         return False
 
 

@@ -162,7 +162,7 @@ class MtpHead:
             begin, end = end, end + run.n + len(run.drafts)
             job = run.job
             drafter = job.answer.drafter
-            if drafter is None or not drafter.by_model:
+            if drafter is None or not drafter.by_model or run.spoiled:
                 continue
             first = job.n_rows
             tokens = np.array([*job.tokens[first : first + run.n], *run.drafts], np.int32)
@@ -264,14 +264,19 @@ class MtpHead:
 
     def _decode(self) -> bool:
         """Evaluate the batch; whether that was possible."""
-        code = self._batch.decode(self._ctx)
-        if code == 0:
+        code, context = self._batch.decode(self._ctx), _llama_cpp.address(self._ctx)
+        spoiled = _core.take_not_finite(context)
+        if code == 0 and not spoiled:
             return True
-        if code != NO_CELLS:
+        if spoiled:
+            log.warning("the MTP layer's values are not numbers: nothing is drafted")
+        elif code != NO_CELLS:
             log.warning("llama_decode of the MTP layer returned %d", code)
         for reader in self._readers:
             if code != NO_CELLS or reader.job is None:
                 self._forget(reader)
+        if spoiled:
+            _core.clear_unused(context)
         return False
 
 

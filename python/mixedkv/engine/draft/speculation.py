@@ -168,6 +168,7 @@ class Speculation:
         if step.n_prompt or time is None:
             return
         runs = [run for run in step.runs if run.job.answer.drafter is not None and run.job.n_answer]
+        runs = [run for run in runs if not run.job.alone]  # a draft may be what gives no numbers
         offers = [self._offer(run) for run in runs]
         counts = self._worth_it(offers, step.n_streams, time)
         if self._together:

@@ -14,7 +14,7 @@ from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece, Vect
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.schedule.fair_queue import Limits, Service, unlimited
 from mixedkv.engine.schedule.pacing import SLOWDOWN, Pace
-from mixedkv.errors import ClosedError, EngineError, ModelChangedError, QueueFullError
+from mixedkv.errors import ClosedError, ModelChangedError, NotFiniteError, QueueFullError
 from mixedkv.limits import MAX_SEQUENCES
 
 log = logging.getLogger("mixedkv.engine")
@@ -263,7 +263,7 @@ class Embedder:
         request.vectors[item.index] = self.context.join(item.vectors, item.sizes)
         request.n_left -= 1
         if not np.isfinite(request.vectors[item.index]).all():
-            request.fail(EngineError("the model gave numbers that are not finite"))
+            request.fail(NotFiniteError("the model's vectors of this input"))
         elif request.n_left == 0 and not request.done.done():
             request.done.set_result(None)
 

@@ -97,7 +97,7 @@ class EmbeddingContext:
         self.n_seq = min(_MAX_STATES if not llm.kv.can_cut else _MAX_INPUTS, n_ubatch)
         self._batch = Batch(n_ubatch)
         self._held = 0  # the sequence whose input goes on
-        self._holds = False
+        self._holds = self._is_spoiled = False  # rows of that input gave values that are no numbers
         self._ctx = self._make(llm, n_ubatch)
         self._memory = llama_cpp.llama_get_memory(self._ctx)
         self._threads: _core.Threads | None = None
@@ -130,7 +130,8 @@ class EmbeddingContext:
         return ctx
 
     def evaluate(self, pieces: Sequence[Piece]) -> Vectors:
-        """Run one llama_decode and return the pooled vector of each piece, [len(pieces), n_embd].
+        """Evaluate a slice and return the pooled vector of each piece, [len(pieces), n_embd]; NaN where the
+        model's values are no numbers.
 
         The first piece may go on with the input of the last one before; all others begin an input. Every
         piece but the last ends its input, whose rows are then dropped.
@@ -143,6 +144,48 @@ class EmbeddingContext:
             self.clear()  # the request for the rest was cancelled
         assert self._holds == bool(pieces[0].first)
         seqs = [(self._held + i) % self.n_seq for i in range(len(pieces))]
+        vectors = np.full((len(pieces), self.n_embd), np.nan, np.float32)
+        n_known = int(self._is_spoiled)  # its rows have gone: there is nothing to go on from
+        if pieces[n_known:]:
+            vectors[n_known:] = self._run_apart_if_spoiled(pieces[n_known:], seqs[n_known:])
+        self._held, self._holds = seqs[-1], not pieces[-1].ends
+        self._is_spoiled = self._holds and not np.isfinite(vectors[-1]).all()
+        if self._holds:
+            for seq in seqs if self._is_spoiled else seqs[:-1]:
+                llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
+        else:
+            self.clear()
+        if not np.isfinite(vectors).all():
+            self._clear_unused()
+        return vectors
+
+    def _run_apart_if_spoiled(self, pieces: Sequence[Piece], seqs: Sequence[int]) -> Vectors:
+        """Evaluate pieces together, or one by one where one gives values that are no numbers: llama.cpp's
+        attention multiplies masked rows, so it spoils the others.
+        """
+        vectors = self._run(pieces, seqs)
+        if len(pieces) == 1 or np.isfinite(vectors).all():
+            return vectors
+        runs = list(enumerate(zip(pieces, seqs, strict=True)))
+        can_run = [self._remove(seq, piece.first) for _, (piece, seq) in runs]
+        self._clear_unused()
+        for i, (piece, seq) in runs:
+            vectors[i] = self._run([piece], [seq])[0] if can_run[i] else np.nan
+            if not np.isfinite(vectors[i]).all():
+                self._remove(seq, 0)
+                self._clear_unused()
+        return vectors
+
+    def _remove(self, seq: int, p0: int) -> bool:
+        """Remove a sequence's rows from `p0` on; return whether that was possible."""
+        return not self._memory or bool(llama_cpp.llama_memory_seq_rm(self._memory, seq, p0, -1))
+
+    def _clear_unused(self) -> None:
+        if self._memory:
+            _core.clear_unused(_llama_cpp.address(self._ctx))
+
+    def _run(self, pieces: Sequence[Piece], seqs: Sequence[int]) -> Vectors:
+        """Run one llama_decode and return the pooled vectors."""
         self._batch.clear()
         for piece, seq in zip(pieces, seqs, strict=True):
             self._batch.add(piece.tokens, piece.first, seq, logits=True, every=True)
@@ -152,14 +195,7 @@ class EmbeddingContext:
             if self._streaming is not None:
                 self._streaming.check()
             raise EngineError(f"llama_decode returned {code}")
-        vectors = np.stack([self._pooled(seq) for seq in seqs])
-        self._held, self._holds = seqs[-1], not pieces[-1].ends
-        if self._holds:
-            for seq in seqs[:-1]:
-                llama_cpp.llama_memory_seq_rm(self._memory, seq, -1, -1)
-        else:
-            self.clear()
-        return vectors
+        return np.stack([self._pooled(seq) for seq in seqs])
 
     def _pooled(self, seq: int) -> Vectors:
         vector = llama_cpp.llama_get_embeddings_seq(self._ctx, seq)
@@ -184,7 +220,7 @@ class EmbeddingContext:
         """Drop all rows."""
         if self._memory:
             llama_cpp.llama_memory_clear(self._memory, False)
-        self._holds = False
+        self._holds = self._is_spoiled = False
 
     def close(self) -> None:
         """Free the context; `llm.close` calls it."""

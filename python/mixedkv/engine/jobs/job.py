@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from mixedkv.engine.constrain.constraint import Matcher
-from mixedkv.engine.sample.sampler import REPEAT_LAST_N, PromptLogprobs, Sampler, TokenLogprob
+from mixedkv.engine.sample.sampler import PromptLogprobs, Sampler, TokenLogprob
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.text.detokenizer import TextStream
@@ -132,6 +132,11 @@ class AnswerState:
         self.has_new_line = self.late = False
         self._pieces: list[str] = []
         self._logprobs: list[tuple[int, TokenLogprob]] = []  # with the character where the token starts
+
+    @property
+    def n_thought(self) -> int:
+        """Number of tokens so far that belong to thoughts."""
+        return self.thought.n_tokens if self.thought is not None else 0
 
     def add(self, token: int, piece: bytes, logprob: TokenLogprob | None) -> Delta | None:
         """Add a token and its text; return what can be delivered now, if anything."""
@@ -269,14 +274,14 @@ class Job(Progress):
     @property
     def n_thought(self) -> int:
         """Number of tokens of the answer that belong to thoughts. The token that ends an answer is none."""
-        thought = self.answer.thought
-        return min(thought.n_tokens, self.n_answer) if thought is not None else 0
+        return min(self.answer.n_thought, self.n_answer)
 
     def begin(self, seq: Sequence, n_cached: int, exact: bool) -> bool:
         is_first = super().begin(seq, n_cached, exact)
         if is_first and self.answer.sampler is not None:
-            latest = self.prompt[-REPEAT_LAST_N:]
-            self.answer.sampler.accept_prompt(latest[latest >= 0].tolist())
+            sampler = self.answer.sampler
+            latest = self.prompt[-sampler.n_prompt :] if sampler.n_prompt else self.prompt[:0]
+            sampler.accept_prompt(latest[latest >= 0].tolist())
         return is_first
 
     def finish(self, reason: str) -> Done:

@@ -45,6 +45,7 @@ class Draw:
             top_p=sampling.top_p,
             min_p=sampling.min_p,
             seed=sampling.seed,
+            repeat_last_n=sampling.repeat_last_n,  # of a penalty that is off
             constraint=sampling.constraint,
         )
 

@@ -16,7 +16,7 @@ from mixedkv.engine.sample.draw import Draw
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.tokens import Tokens
 
-REPEAT_LAST_N = 64  # llama.cpp's window of repeat_penalty, prompt included
+_DRY_LAST_N = 64  # tokens of the prompt that DRY looks at
 _MIROSTAT_M = 100  # llama.cpp's, of version 1
 _TOP = np.dtype([("token", np.int32), ("logprob", np.float64)])
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
@@ -45,7 +45,8 @@ class Sampler:
     def __init__(self, vocab: Any, sampling: Sampling, n_ctx: int, matcher: Matcher | None = None) -> None:
         self._n_vocab = int(llama_cpp.llama_vocab_n_tokens(vocab))
         self.greedy = sampling.greedy  # the same logits always give the same token
-        self._sees_prompt = sampling.repeat_penalty != 1.0 or sampling.dry_multiplier > 0
+        # samplers that look at the prompt's last tokens, and at how many
+        self._on_prompt: list[tuple[Any, int]] = []
         self._matcher = matcher
         self._draw = Draw(sampling) if Draw.serves(sampling) else None
         self._chain = None
@@ -65,7 +66,7 @@ class Sampler:
             return
         yield from self._penalties(sampling, n_ctx)
         if sampling.dry_multiplier > 0:
-            yield _dry(vocab, sampling, n_ctx)
+            yield self._dry(vocab, sampling, n_ctx)
         if sampling.temperature <= 0:
             yield llama_cpp.llama_sampler_init_greedy()
         elif sampling.mirostat:
@@ -81,7 +82,7 @@ class Sampler:
         if name == "penalties":
             yield from self._penalties(sampling, n_ctx)
         elif name == "dry" and sampling.dry_multiplier > 0:
-            yield _dry(vocab, sampling, n_ctx)
+            yield self._dry(vocab, sampling, n_ctx)
         elif name == "temperature":
             yield _temperature(sampling)
         elif name == "infill":
@@ -89,11 +90,19 @@ class Sampler:
         elif name in _CUTS:
             yield from _CUTS[name](sampling)
 
+    def _dry(self, vocab: Any, sampling: Sampling, n_ctx: int) -> Any:
+        part = _dry(vocab, sampling, n_ctx)
+        self._on_prompt.append((part, _DRY_LAST_N))
+        return part
+
     def _penalties(self, sampling: Sampling, n_ctx: int) -> Iterable[Any]:
-        if sampling.repeat_penalty != 1.0:
-            yield llama_cpp.llama_sampler_init_penalties(
-                self._n_vocab, REPEAT_LAST_N, sampling.repeat_penalty, 0.0, 0.0
+        if sampling.penalises_repeats:
+            n = n_ctx if sampling.repeat_last_n < 0 else min(sampling.repeat_last_n, n_ctx)
+            repeats = llama_cpp.llama_sampler_init_penalties(
+                self._n_vocab, n, sampling.repeat_penalty, 0.0, 0.0
             )
+            self._on_prompt.append((repeats, n))
+            yield repeats
         if sampling.frequency_penalty or sampling.presence_penalty:
             yield llama_cpp.llama_sampler_init_penalties(
                 self._n_vocab, n_ctx, 1.0, sampling.frequency_penalty, sampling.presence_penalty
@@ -124,7 +133,7 @@ class Sampler:
         return self._matcher.ahead(drafts)
 
     def close(self) -> None:
-        self._matcher = None
+        self._matcher, self._on_prompt = None, []
         chain, self._chain = getattr(self, "_chain", None), None
         if chain is not None:
             llama_cpp.llama_sampler_free(chain)
@@ -132,11 +141,17 @@ class Sampler:
     def __del__(self) -> None:
         self.close()
 
+    @property
+    def n_prompt(self) -> int:
+        """The number of the prompt's last tokens that it looks at."""
+        return max((n for _, n in self._on_prompt), default=0)
+
     def accept_prompt(self, tokens: Iterable[int]) -> None:
         """Show the end of the prompt to the samplers that penalise repetitions; call once."""
-        if self._sees_prompt:
-            for token in list(tokens)[-REPEAT_LAST_N:]:
-                self.accept(token)
+        latest = list(tokens) if self._on_prompt else []
+        for part, n in self._on_prompt:
+            for token in latest[-n:]:
+                llama_cpp.llama_sampler_accept(part, token)
 
     def sample(
         self,
@@ -340,4 +355,6 @@ class PromptLogprobs:
         for p in range(max(p0, len(self.found)), min(p0 + n, len(self._prompt) - 1)):
             row, token = logits_row(context, index + p - p0, self._n_vocab), self._prompt[p + 1]
             logprob = logprob_of(row, token, self._n_top)
+            if np.isnan(logprob.logprob):  # evaluated again, or the job ends
+                return
             self.found.append((logprob, int((row > row[token]).sum()) + 1))

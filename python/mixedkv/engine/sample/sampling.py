@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +10,9 @@ from numbers import Real
 from typing import Any
 
 from mixedkv.engine.constrain.constraint_text import Constraint
-from mixedkv.limits import RANGES, check_sampling
+from mixedkv.limits import RANGES, WHOLE, check_sampling
+
+log = logging.getLogger("mixedkv")
 
 SAMPLERS = {  # llama.cpp's names, in its order, and its letters for them
     "penalties": "e",
@@ -44,7 +47,8 @@ class Sampling:
             penalties; 0 switches it off.
         adaptive_target, adaptive_decay: prefer tokens near a target probability; a target below 0 switches it
             off.
-        repeat_penalty: penalty for the last 64 tokens, including the prompt's; 1 switches it off.
+        repeat_penalty: penalty for the last `repeat_last_n` tokens, with the prompt's; 1 switches it off.
+        repeat_last_n: 0 switches the penalty off, and -1 looks at the whole context.
         frequency_penalty, presence_penalty: penalties for the answer's tokens, as OpenAI defines them.
         samplers: which samplers choose, in this order, as llama.cpp names them; those left out do nothing.
             None for all of them, in llama.cpp's order. Mirostat has an order of its own.
@@ -77,6 +81,7 @@ class Sampling:
     adaptive_target: float = -1.0
     adaptive_decay: float = 0.9
     repeat_penalty: float = 1.0
+    repeat_last_n: int = 64  # llama.cpp's
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     samplers: tuple[str, ...] | None = None
@@ -88,7 +93,9 @@ class Sampling:
         for name in RANGES:
             check_sampling(name, getattr(self, name))
         if not isinstance(self.logit_bias, tuple) or not all(map(_is_bias, self.logit_bias)):
-            raise ValueError(f"logit_bias={self.logit_bias!r:.80}: use pairs of a token id and a number")
+            raise ValueError(
+                f"logit_bias={self.logit_bias!r:.80}: use pairs of a token id and a number; -inf is never"
+            )
         if unknown := [name for name in self.samplers or () if name not in SAMPLERS]:
             raise ValueError(f"samplers: {unknown[0]!r:.40} is none, there are {', '.join(SAMPLERS)}")
 
@@ -97,11 +104,16 @@ class Sampling:
         """True if the likeliest token is always taken."""
         return self.temperature <= 0 and (self.samplers is None or "temperature" in self.samplers)
 
+    @property
+    def penalises_repeats(self) -> bool:
+        """True if `repeat_penalty` has an effect."""
+        return self.repeat_penalty != 1.0 and self.repeat_last_n != 0
+
 
 def _is_bias(pair: object) -> bool:
-    return (
-        isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Real) and not math.isnan(pair[1])
-    )
+    if not isinstance(pair, tuple) or len(pair) != 2 or isinstance(pair[1], bool):
+        return False
+    return isinstance(pair[1], Real) and not math.isnan(pair[1])
 
 
 # llama.cpp's common_params_sampling; penalties and the other samplers are off in it
@@ -112,6 +124,7 @@ _KEYS = {  # of GGUF files (llama.cpp's LLM_KV_GENERAL_SAMPLING_*), by names of 
     "top_p": "top_p",
     "min_p": "min_p",
     "repeat_penalty": "penalty_repeat",
+    "repeat_last_n": "penalty_last_n",
     "xtc_probability": "xtc_probability",
     "xtc_threshold": "xtc_threshold",
     "mirostat": "mirostat",
@@ -123,17 +136,29 @@ _KEYS = {  # of GGUF files (llama.cpp's LLM_KV_GENERAL_SAMPLING_*), by names of 
 def sampling_defaults(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields of `Sampling` for a model: llama-server's defaults, overridden by the file's metadata.
 
-    A recommended value that is not a number or is out of range is ignored.
+    As llama.cpp does, it takes a number however the file writes it: 20 as 20.0 or as a text. A recommended
+    value that is no number or out of range is left out, with a warning.
     """
-    found = {name: metadata.get(f"general.sampling.{key}") for name, key in _KEYS.items()}
-    return {**_LLAMA_SERVER, **{name: value for name, value in found.items() if _is_good(name, value)}}
+    found = {}
+    for name, key in _KEYS.items():
+        if (value := metadata.get(f"general.sampling.{key}")) is None:
+            continue
+        try:
+            found[name] = _number(name, value)
+            check_sampling(name, found[name])
+        except (TypeError, ValueError):
+            found.pop(name, None)
+            low, high = RANGES[name]
+            kind = "a whole number" if name in WHOLE else "a number"
+            log.warning(
+                "the model's file has general.sampling.%s=%r, which is not used: give %s from %g to %g",
+                *(key, value, kind, low, high),
+            )
+    return {**_LLAMA_SERVER, **found}
 
 
-def _is_good(name: str, value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    try:
-        Sampling(**dict[str, Any]({name: value}))
-    except ValueError:
-        return False
-    return True
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise TypeError
+    number = float(value)
+    return int(number) if name in WHOLE and number.is_integer() else number

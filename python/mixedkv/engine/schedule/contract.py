@@ -29,13 +29,15 @@ P = TypeVar("P", bound=Progress)
 @dataclass(slots=True)
 class Run(Generic[P]):
     """The next `n` tokens of a job. If it `chooses`, the token after them is sampled from the last one's
-    logits. `drafts` may follow them, each with logits too.
+    logits. `drafts` may follow them, each with logits too. Where it is `spoiled` the step gave values for it
+    that are no numbers, and it has no rows of them.
     """
 
     job: P
     n: int
     chooses: bool
     drafts: list[int] = field(default_factory=list)
+    spoiled: bool = False
 
 
 @dataclass(slots=True)
@@ -63,7 +65,7 @@ class StepPlan(Generic[P]):
         end = 0
         for run in self.runs:
             end += run.n
-            if run.chooses:
+            if run.chooses and not run.spoiled:
                 yield end - 1, run
             end += len(run.drafts)
 
@@ -86,7 +88,7 @@ class Observer:
 
     def cancelled(self, job: Progress) -> None: ...
 
-    def failed(self, job: Progress) -> None: ...
+    def failed(self, job: Progress, error: Exception) -> None: ...
 
     def step(self, n_streams: int, n_prompt: int, seconds: float) -> None: ...
 

@@ -172,6 +172,8 @@ class Progress(PromptTokens, WorkCounts):
         first: position of the first token that can be evaluated: rows before it must exist.
         most_in_step: how many tokens of the prompt a step evaluates at most.
         most_cut: how many of the last rows of `paused` may be taken away.
+        alone: it is evaluated in steps without others until it has chosen a token, since values of a step
+            with others were no numbers.
         goes_on: another request continues this one: the rows wait for it, as its `paused`.
         cancelled: set from any thread, read between steps.
         seq: the sequence it has; None while it waits.
@@ -194,7 +196,7 @@ class Progress(PromptTokens, WorkCounts):
         self.least = _LEAST if request.session is None else 1
         self.first = self.most_cut = 0
         self.most_in_step: int | None = None
-        self.goes_on = self.cancelled = self.fits = False
+        self.alone = self.goes_on = self.cancelled = self.fits = False
 
         self.seq: Sequence | None = None
         self.paused: Sequence | None = None

@@ -103,6 +103,13 @@ class Scheduler(Generic[P]):
         self.pool.drop(self._take(job))
         job.close()
 
+    def evaluate_alone(self, job: P) -> None:
+        """Take a job's rows, which another one of its step may have spoiled. It continues later from its
+        tokens, in steps without others.
+        """
+        job.alone = True
+        self._preempt(job)
+
     def refetch(self, job: P) -> None:
         """Let a job go on without the rows that were fetched for it, if it can."""
         job.fetched = None
@@ -343,6 +350,7 @@ class Scheduler(Generic[P]):
     def plan(self) -> StepPlan[P]:
         """Plan the next step: a token of every answer, and slices of prompts as the pace allows."""
         ready = [job for job in self.running if not job.is_loading]
+        ready = [job for job in ready if job.alone][:1] or ready
         step = StepPlan([Run(job, 1, chooses=True) for job in ready if job.n_remaining == 1])
         step.n_streams = len(step.runs)
         prompts = self._prompts_by_turn([job for job in ready if job.n_remaining > 1])
@@ -380,7 +388,7 @@ class Scheduler(Generic[P]):
         self.waiting.count_step((job, self._places_of(job)) for job in self.running)
         for run in [*step.runs[step.n_streams :], *step.stitches, *step.pictures]:
             self._prompt_service.add(run.job.tenant, run.n)
-        self.to_save += filter(None, map(self._add_rows, step.runs))
+        self.to_save += filter(None, map(self._add_rows, (run for run in step.runs if not run.spoiled)))
 
     def _places_of(self, job: P) -> float:
         """Return for how many places a job counts: one, or what its share of the context comes to, since a

@@ -76,7 +76,8 @@ async def health(request: Request) -> Response:
         if not engine.alive:
             raise ApiError(503, "the engine has stopped", code="engine_stopped")
     _check_steps(server_state(request))
-    return JSONResponse({"status": "ok"})
+    n = sum(engine.not_finite.n for engine in server_state(request).engines)
+    return JSONResponse({"status": "ok", **({"not_finite_answers": n} if n else {})})
 
 
 @router.get("/ready")
@@ -119,7 +120,7 @@ def check_metrics_key(key: MetricsKey | None, request: Request) -> None:
 
 
 def _check_steps(server: ServerState) -> None:
-    """Refuse to call a server healthy whose engine is stuck.
+    """Refuse to call a server healthy whose engine is stuck, or whose model gives no numbers.
 
     Raises:
         ApiError: 503.
@@ -130,6 +131,14 @@ def _check_steps(server: ServerState) -> None:
             f"the engine has made no step for {seconds:.0f} seconds, and work is waiting: restart the server",
             code="engine_stuck",
         )
+    for engine in server.engines:
+        if engine.not_finite.is_broken:
+            raise ApiError(
+                503,
+                f"{engine.not_finite.n} answers ended since the model's values were not numbers, the latest "
+                f"ones all: its file may be damaged; get it again and restart the server",
+                code="not_finite",
+            )
 
 
 def _model(server: Described) -> dict[str, Any]:
