@@ -32,6 +32,7 @@ from mixedkv.errors import (
 from mixedkv.guarded_llama import GuardedLlama
 from mixedkv.kv.cache import KVCache
 from mixedkv.limits import MAX_SEQUENCES, MAX_SNAPSHOTS, padded, whole
+from mixedkv.model.adapter import check_adapter
 from mixedkv.model.fit import Beside, Fit
 from mixedkv.model.footprint import model_shape
 from mixedkv.model.gguf_file import ModelFile, file_stamp, n_layers, n_mtp_layers, read_model_file
@@ -212,6 +213,8 @@ class Llama(GuardedLlama):
         self._model_stamp = file_stamp(path)
         lora_path = kwargs.get("lora_path")
         self._lora_stamp = file_stamp(lora_path) if lora_path else None
+        if lora_path:
+            check_adapter(lora_path)
         self._check_weights(weights, path, kwargs)
         self._kv = KVCache(self, self._setting, weakref.WeakMethod(self._check_evaluation), self.busy)
         self._loading: _core.Loading | None = _core.Loading(progress)

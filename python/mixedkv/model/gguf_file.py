@@ -141,6 +141,7 @@ def read_model_file(path: str | os.PathLike[str]) -> ModelFile:
     size = first.size + sum(part.size for part in others)
     tensors = sum((part.tensors for part in others), first.tensors)
     model = ModelFile(first.path, first.metadata, first.n_tensors, size, tensors)
+    _check_kinds(model)
     _check_floats(model)
     _check_sizes(model)
     _check_rope(model)
@@ -149,6 +150,34 @@ def read_model_file(path: str | os.PathLike[str]) -> ModelFile:
 
 def _refuse(model: ModelFile, why: str) -> NoReturn:
     raise InvalidModelFileError(f"{model.path} cannot be loaded: {why}")
+
+
+# of an architecture, which llama.cpp takes of a whole number's type only; of some one for each layer
+_WHOLE = (
+    "block_count", "context_length", "embedding_length", "vocab_size", "nextn_predict_layers", "pooling_type",
+    "attention.key_length", "attention.value_length", "attention.key_length_swa",
+    "attention.value_length_swa", "attention.key_length_mla", "attention.value_length_mla", "attention.shared_kv_layers",
+    "attention.sliding_window", "full_attention_interval", "vision.image_size", "vision.patch_size",
+    "vision.embedding_length", "vision.feed_forward_length",
+)  # fmt: skip
+_WHOLE_BY_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_kinds(model: ModelFile) -> None:
+    """Refuse values of another type than the one that is read: llama.cpp would, and what is computed before
+    it loads the file would fail.
+    """
+    for name in (*_WHOLE, *_WHOLE_BY_LAYER):
+        value = model.get(name)
+        listed = value if isinstance(value, list) and name in _WHOLE_BY_LAYER else [value]
+        if value is not None and not (listed and all(map(_is_whole, listed))):
+            _refuse(model, f"its {name} is {value!r:.80}: it must be a whole number")
+    if not isinstance(causal := model.get("attention.causal", True), bool):
+        _refuse(model, f"its attention.causal is {causal!r:.80}: it must be true or false")
 
 
 def _check_floats(model: ModelFile) -> None:

@@ -18,6 +18,7 @@ from mixedkv.engine.chat.chat_template import ChatRenderer
 from mixedkv.engine.embed.embedding_context import only_embeds, ranks
 from mixedkv.engine.sample.sampling import sampling_defaults
 from mixedkv.limits import INT32_MAX
+from mixedkv.model.adapter import check_adapter
 from mixedkv.model.encoder import encoder_beside
 from mixedkv.model.fingerprint import model_header
 from mixedkv.model.gguf_file import ModelFile, weight_type
@@ -110,10 +111,13 @@ def check_files(model: ServedModel) -> None:
 
     Raises:
         FileNotFoundError: a file is missing.
+        UnsupportedModelError: the adapter does what is not supported.
     """
     for option, path in (("lora", model.adapter), ("mmproj", model.mmproj)):
         if path and not Path(path).is_file():
             raise FileNotFoundError(f"{option}={path}: there is no such file")
+    if model.adapter:
+        check_adapter(model.adapter)
 
 
 def _model(given: str, i: int, settings: ServerSettings) -> tuple[str, Path]:
