@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
@@ -61,6 +61,27 @@ def _watch(llm: Llama, came: threading.Event) -> None:
                 bar.set_postfix_str(f"layer {layer[0]} of the {layer[1]} that are read", refresh=False)
             bar.update(n / max(1, total) - bar.n)
             bar.refresh()
+
+
+# controls as the pictures that Unicode has of them; a carriage return would write over the line
+_PICTURES = {
+    **{code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"},
+    ord("\r"): None,
+    0x7F: 0x2421,
+    **dict.fromkeys(range(0x80, 0xA0), 0xFFFD),
+}
+
+
+def printable(text: str) -> str:
+    """Return text whose control characters are shown instead of obeyed, but for line breaks and tabs: what a
+    model or a file says must not set the title of a terminal, or its clipboard.
+    """
+    return text.translate(_PICTURES)
+
+
+def shown_on(file: TextIO, text: str) -> str:
+    """Return text to write to a file: as it is, where that is no terminal."""
+    return printable(text) if file.isatty() else text
 
 
 def _bar(what: str, delay: float = _LATE) -> Any:

@@ -51,6 +51,7 @@ class Options(llm.Options):
     top_p: float | None = Field(None, description="of those with this probability together")
     min_p: float | None = Field(None, description="of those at least so many times the likeliest")
     repeat_penalty: float | None = Field(None, description="1 is none")
+    repeat_last_n: int | None = Field(None, description="tokens repeat_penalty looks at; 0 none, -1 all")
     seed: int | None = Field(None, description="the same answer again")
     max_tokens: int | None = Field(None, ge=1, description="of the answer")
     kv: str | None = Field(None, description="the cache, as in `mixedkv run`: mixed:balanced")
@@ -91,7 +92,7 @@ class MixedKVModel(llm.Model):
         }
         extra = {
             name: value
-            for name in ("top_k", "min_p", "repeat_penalty")
+            for name in ("top_k", "min_p", "repeat_penalty", "repeat_last_n")
             if (value := getattr(options, name)) is not None
         }
         server = self._server(options)

@@ -46,7 +46,7 @@ from mixedkv.model.named_model import find_model
 from mixedkv.store import KVStore
 from mixedkv.store.encryption import KeyCipher, KeySource, parse_key_source
 from mixedkv.store.eviction import EVICTIONS
-from mixedkv.terminal import with_prompt_bar
+from mixedkv.terminal import printable, with_prompt_bar
 
 if TYPE_CHECKING:
     from mixedkv.cli.image_chat import ImageChat
@@ -159,7 +159,7 @@ def _show(messages: list[dict[str, Any]], plain: bool) -> None:
     if sys.stdin.isatty() and sys.stderr.isatty():
         for message in messages[-_SHOWN:]:
             if message["role"] == "user":
-                print(f"> {_beginning(message['content'])}", file=sys.stderr)
+                print(f"> {printable(_beginning(message['content']))}", file=sys.stderr)
             else:
                 show_markdown(message["content"], sys.stderr, plain)
 

@@ -23,6 +23,8 @@ from rich.live import Live
 from rich.markdown import Heading, Markdown
 from rich.segment import Segment
 
+from mixedkv.terminal import printable, shown_on
+
 _MARK_PASTES, _LEAVE_PASTES = "\x1b[?2004h", "\x1b[?2004l"  # bracketed paste, on and off
 
 
@@ -140,7 +142,7 @@ def markdown_shown(file: TextIO, plain: bool) -> Iterator[Callable[[str], None]]
     """
     if _is_plain(console := Console(file=file), plain):
         try:
-            yield lambda text: print(text, end="", file=file, flush=True)
+            yield lambda text: print(shown_on(file, text), end="", file=file, flush=True)
         finally:
             print(file=file, flush=True)
     else:
@@ -228,15 +230,6 @@ def split_blocks(text: str) -> tuple[str, str]:
     lines = text.splitlines(keepends=True)
     last = starts[-1] if starts else 0
     return "".join(lines[:last]), "".join(lines[last:])
-
-
-def printable(text: str) -> str:
-    """Return text without control characters for terminals."""
-    return "".join(letter for letter in text if letter in "\n\t" or not _is_control(letter))
-
-
-def _is_control(letter: str) -> bool:
-    return letter < " " or "\x7f" <= letter <= "\x9f"
 
 
 class _LeftHeading(Heading):

@@ -74,6 +74,7 @@ class ImageChat:
         if options["max_tokens"] < 0:
             options["max_tokens"] = self._engine.n_ctx
         options = {name: value for name, value in options.items() if value is not None}
+        options.setdefault("repeat_last_n", self._engine.llm.last_n_tokens_size)
         chat = Chat(messages=texts, images=images)
         self._answer = ImageAnswer(self._engine.submit(chat, overflow="slide", **options))
         return self._answer

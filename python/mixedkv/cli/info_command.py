@@ -23,6 +23,7 @@ from mixedkv.model.settle import settle
 from mixedkv.native.llama_arguments import beyond_training
 from mixedkv.native.memory import memory_room
 from mixedkv.sizes import format_bytes
+from mixedkv.terminal import printable
 
 _WIDTH = 76  # characters of a line of text, without its margin
 _SERVED = 16  # sequences of the server, of which half run
@@ -123,7 +124,7 @@ def _served(shape: ModelShape, shares: Shares | None, spec: str, n_ctx: int) -> 
 
 def _lines(report: dict[str, Any], sizes: list[tuple[int, int]]) -> Iterable[str]:
     model = report["model"]
-    yield f"model    {model['name']} ({model['architecture']}, {format_bytes(model['bytes'])})"
+    yield f"model    {printable(model['name'])} ({model['architecture']}, {format_bytes(model['bytes'])})"
     chats = "with a chat template" if model["chat_template"] else "no chat template: a base model"
     yield f"weights  {model['quantization']}, {model['n_params'] / 1e6:,.0f} million; {chats}"
     yield f"layers   {_layers_text(model)}"

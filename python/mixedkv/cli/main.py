@@ -15,10 +15,14 @@ from mixedkv import __version__, _core
 from mixedkv._native import processor_plugin
 from mixedkv._signals import raise_at_ctrl_c
 from mixedkv.cli.words import as_options, unknown
+from mixedkv.errors import EngineError
 
+EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
+_NEEDS_NO_OUTPUT = ("serve", "split")
+_CONTROLS = dict.fromkeys([*range(32), *range(0x7F, 0xA0)], 0xFFFD)  # a message may quote a file's
 _COMMANDS = {
     "run": "generate text from a prompt",
     "chat": "talk to a model, and go on another day",
@@ -33,13 +37,18 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 2 for bad input, 130 after Ctrl-C."""
+    """Run the command line and return its exit code: 0, 1 where the model failed, 2 for bad input, 130 after
+    Ctrl-C.
+    """
     warnings.showwarning = _show_warning  # type: ignore[assignment]
     raise_at_ctrl_c()
     options: Collection[str] = ()
+    closed = open_missing_streams()
     try:
         args = make_parser().parse_args(argv)
         options = args.options
+        if "stdout" in closed and args.called not in _NEEDS_NO_OUTPUT:
+            raise ValueError("the standard output is closed: there is nowhere to write to. Use > FILE")
         args.command(args)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has closed the pipe, e.g. `| head -1`
@@ -49,7 +58,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, LookupError) as error:
         print(f"mixedkv: error: {as_options(_one_line(error), options)}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    except EngineError as error:
+        print(f"mixedkv: error: {_one_line(error)}", file=sys.stderr)
+        return EXIT_FAILED
     return 0
+
+
+def open_missing_streams() -> set[str]:
+    """Open /dev/null in the place of each standard stream that is closed, and return their names. Python has
+    None for these, and the next file that is opened would get their number.
+    """
+    closed = set()
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is not None:
+            continue
+        closed.add(name)
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+        setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    return closed
 
 
 def _show_warning(message: Warning | str, *_: object) -> None:
@@ -59,7 +91,7 @@ def _show_warning(message: Warning | str, *_: object) -> None:
 def _one_line(error: Exception | str) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split())
+    return " ".join(str(error).split()).translate(_CONTROLS)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -106,7 +138,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version_line())
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, text in _COMMANDS.items():
-        commands.add_parser(name, help=text, module=f"mixedkv.cli.{name}_command")
+        commands.add_parser(name, help=text, module=f"mixedkv.cli.{name}_command").set_defaults(called=name)
     return parser
 
 

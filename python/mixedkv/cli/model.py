@@ -15,6 +15,7 @@ from mixedkv.cli.words import (
     between,
     flags,
     integer,
+    last_n,
     layer_count,
     layers,
     memory,
@@ -74,6 +75,12 @@ _SAMPLING = (
     ),
     ("--min-p", "P", between(*RANGES["min_p"]), "drop tokens less than P times as likely as the likeliest"),
     ("--repeat-penalty", "X", between(*RANGES["repeat_penalty"]), "penalty of repeated tokens; 1 is none"),
+    (
+        "--repeat-last-n",
+        "N",
+        last_n,
+        "tokens that --repeat-penalty looks at; 0 is none, -1 the whole context",
+    ),
     ("--seed", "N", integer, "seed of the sampler, for the same text again (default: another each time)"),
 )
 
@@ -94,6 +101,14 @@ def sampling_options(args: argparse.Namespace, path: Path) -> dict[str, Any]:
     recommended = sampling_defaults(read_model_file(path).metadata)
     chosen = {name: recommended.get(name) if value is None else value for name, value in given.items()}
     return {name: value for name, value in chosen.items() if value is not None}
+
+
+def repeat_last_n(args: argparse.Namespace, path: Path) -> int | None:
+    """Return how many tokens the penalty of repeated ones looks at; None for llama.cpp's 64."""
+    if args.repeat_last_n is not None:
+        return int(args.repeat_last_n)
+    recommended: int | None = sampling_defaults(read_model_file(path).metadata).get("repeat_last_n")
+    return recommended
 
 
 def image_encoder(args: argparse.Namespace, path: Path) -> Path | None:
@@ -120,6 +135,8 @@ def open_model(path: Path, args: argparse.Namespace, encoder: Path | None = None
     given: dict[str, Any] = {
         name: value for option, name in names.items() if (value := getattr(args, option)) is not None
     }
+    if (n := repeat_last_n(args, path)) is not None:
+        given["last_n_tokens_size"] = n
     if args.n_ubatch:
         given["n_batch"] = max(args.n_ubatch, 512)
     if args.chat_format:

@@ -27,7 +27,7 @@ from mixedkv.llama import Llama
 from mixedkv.model.named_model import HELP as MODEL_HELP
 from mixedkv.model.named_model import find_model, is_of_hub
 from mixedkv.sizes import format_bytes
-from mixedkv.terminal import with_prompt_bar
+from mixedkv.terminal import shown_on, with_prompt_bar
 
 _DEMO_SEED, _DEMO_SENTENCES = 7, 40
 
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> None:
             prompt = [{"role": "user", "content": text}] if is_chat else text
         clock = _Clock(llm)
         for piece in clock.watch(with_prompt_bar(llm, _stream(llm, prompt, options))):
-            print(piece, end="", flush=True)
+            print(shown_on(sys.stdout, piece), end="", flush=True)
         print(flush=True)
         print(_summary(clock, llm.kv.stats()), file=sys.stderr)
 
@@ -113,7 +113,7 @@ def _see(args: argparse.Namespace, path: Path, encoder: Path | None, text: str) 
     with quiet(not args.verbose), open_model(path, args, encoder) as llm:
         with ImageChat(llm, encoder, args.chat_format) as chat, chat.stream([question], **options) as answer:
             for chunk in answer:
-                print(chunk["choices"][0]["delta"]["content"], end="", flush=True)
+                print(shown_on(sys.stdout, chunk["choices"][0]["delta"]["content"]), end="", flush=True)
         print(flush=True)
         stats = llm.kv.stats()
     print(f"{answer.result.usage.prompt_tokens} tokens; {_cache(stats)}", file=sys.stderr)  # type: ignore

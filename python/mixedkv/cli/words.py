@@ -67,6 +67,7 @@ whole = number(int, 0, INT32_MAX, " is not a whole number of 0 or more")
 positive = number(int, 1, INT32_MAX, " is not a positive whole number")
 layer_count = number(int, -1, INT32_MAX, " is not a number of layers: use 0 or more, or -1 for all")
 decimal = number(float, -_ANY, _ANY, " is not a number")
+last_n = number(int, -1, INT32_MAX, " is not a number of tokens: use 0 or more, or -1 for the whole context")
 
 
 def length(text: str) -> int:

@@ -132,6 +132,8 @@ def _biased(bias: Mapping[Any, Any], n_vocab: int) -> Callable[[Any, Any], Any]:
         ids, by = [int(token) for token in bias], np.array([*bias.values()], np.float32)
     except (AttributeError, TypeError, ValueError):
         raise TypeError(f"logit_bias={bias!r:.80}: use a dictionary of token ids and numbers") from None
+    if any(isinstance(value, bool) for value in bias.values()):
+        raise TypeError("logit_bias: true and false are no numbers to add: float('-inf') is never")
     if np.isnan(by).any():
         raise ValueError("logit_bias: nan is not a number to add to a logit")
     ids = check_tokens("logit_bias", ids, n_vocab)

@@ -255,7 +255,13 @@ class SampledLlama(llama_cpp.Llama):
         given = sampling.pop("logits_processor", None) or ()
         self.processors = Processors(given)
         wrapped = llama_cpp.LogitsProcessorList([self.processors]) if given else None
-        return super()._init_sampler(**sampling, logits_processor=wrapped)
+        n = self.last_n_tokens_size
+        try:
+            if n < 0:  # to llama.cpp that would be none
+                self.last_n_tokens_size = self.n_ctx()
+            return super()._init_sampler(**sampling, logits_processor=wrapped)
+        finally:
+            self.last_n_tokens_size = n
 
 
 class ModelTokenizer(LlamaTokenizer):
