@@ -154,11 +154,11 @@ def _refuse(model: ModelFile, why: str) -> NoReturn:
 
 # of an architecture, which llama.cpp takes of a whole number's type only; of some one for each layer
 _WHOLE = (
-    "block_count", "context_length", "embedding_length", "vocab_size", "nextn_predict_layers", "pooling_type",
-    "attention.key_length", "attention.value_length", "attention.key_length_swa",
-    "attention.value_length_swa", "attention.key_length_mla", "attention.value_length_mla", "attention.shared_kv_layers",
-    "attention.sliding_window", "full_attention_interval", "vision.image_size", "vision.patch_size",
-    "vision.embedding_length", "vision.feed_forward_length",
+    "block_count", "context_length", "embedding_length", "vocab_size", "nextn_predict_layers",
+    "pooling_type", "attention.key_length", "attention.value_length", "attention.key_length_swa",
+    "attention.value_length_swa", "attention.key_length_mla", "attention.value_length_mla",
+    "attention.shared_kv_layers", "attention.sliding_window", "full_attention_interval",
+    "vision.image_size", "vision.patch_size", "vision.embedding_length", "vision.feed_forward_length",
 )  # fmt: skip
 _WHOLE_BY_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
 

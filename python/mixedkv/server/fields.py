@@ -166,6 +166,12 @@ class SamplingFields(Model):
     adaptive_target: Finite | None = ranged("adaptive_target")
     adaptive_decay: Finite | None = ranged("adaptive_decay")
     repeat_penalty: Finite | None = ranged("repeat_penalty")
+    repeat_last_n: int | None = Field(
+        None,
+        ge=RANGES["repeat_last_n"][0],
+        le=INT32_MAX,
+        description="Tokens that repeat_penalty looks at; 0: none, -1: the whole context. Default: 64.",
+    )
     presence_penalty: Finite | None = ranged("presence_penalty")
     frequency_penalty: Finite | None = ranged("frequency_penalty")
     seed: Seed | None = about("Below zero, where llama-server and Ollama have it so: another one each time.")

@@ -28,9 +28,26 @@ def test_the_file_comes_before_llama_servers(tmp_path: Path) -> None:
     assert Sampling(**given)
 
 
-@pytest.mark.parametrize("value", [-1, 1e9, float("nan"), "hot", True, [0.5], None])
-def test_a_bad_recommendation_is_left_out(value: Any) -> None:
+@pytest.mark.parametrize("value", [-1, 1e9, float("nan"), "hot", True, [0.5]])
+def test_a_bad_recommendation_is_left_out(value: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert sampling_defaults({"general.sampling.temp": value})["temperature"] == 0.8
+    assert "general.sampling.temp" in caplog.text
+    assert "a number from 0 to 100" in caplog.text
+
+
+def test_a_number_is_taken_however_the_file_writes_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Converters write numbers as they find them."""
+    path = recommending(tmp_path / "a.gguf", top_k=20.0, temp=1, penalty_last_n=0.0, mirostat=0.0)
+    given = sampling_defaults(read_model_file(path).metadata)
+    assert (given["top_k"], given["temperature"], given["repeat_last_n"]) == (20, 1, 0)
+    assert all(type(given[name]) is int for name in ("top_k", "repeat_last_n", "mirostat"))
+    assert Sampling(**given)
+    assert sampling_defaults({"general.sampling.top_p": "0.7"})["top_p"] == 0.7
+    assert not caplog.text
+    assert sampling_defaults({"general.sampling.top_k": 20.5})["top_k"] == 40
+    assert "general.sampling.top_k=20.5" in caplog.text
 
 
 def answers(options: list[str], n: int = 3, **body: Any) -> list[str]:

@@ -297,7 +297,11 @@ def test_structured_responses(server: Server) -> None:
         ({"previous_response_id": "../x"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"input": []}, "at least 1"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "function_call"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "item_reference"),
+        (
+            {"input": [{"role": "user", "content": "a"}, {"type": "item_reference", "id": "a"}]},
+            "input.1: item",
+        ),
         ({"input": [{"type": "function_call_output", "call_id": "a", "output": "1"}]}, "unanswered call"),
     ],
 )

@@ -118,6 +118,47 @@ def test_biases_are_pairs_or_an_object(server: Server) -> None:
     assert pairs["completion_probabilities"][0]["id"] != first
 
 
+def test_false_is_never_and_a_text_its_tokens(server: Server) -> None:
+    red = {**BODY, "prompt": "red green blue red green blue red green blue red green"}
+    said = server.post("/completion", red)["content"]
+    word = said.split()[0]
+    (token,) = server.post("/tokenize", {"content": f" {word}"})["tokens"][-1:]
+    for path, key in (("/completion", "content"), ("/v1/completions", "choices")):
+        for bias in (
+            [[token, False]],
+            {str(token): False},
+            [[token, -100], [token, 5]],
+            [[token, 100], [token, False]],
+        ):
+            answer = server.post(path, {**red, "logit_bias": bias})[key]
+            text = answer if isinstance(answer, str) else answer[0]["text"]
+            found = server.post("/tokenize", {"content": text})["tokens"]
+            assert token not in found, (path, bias, text)
+    for bias in ([[f" {word}", False]], {f" {word}": False}):
+        answer = server.post("/completion", {**red, "logit_bias": bias})["content"]
+        assert token not in server.post("/tokenize", {"content": answer})["tokens"], bias
+
+
+def test_the_penalty_looks_at_as_many_tokens_as_asked(server: Server) -> None:
+    body = {**BODY, "prompt": "BANANA APPLE CHERRY " * 30, "n_predict": 24, "ignore_eos": True}
+    off = server.post("/completion", body)["content"]
+    on = server.post("/completion", {**body, "repeat_penalty": 1.5})["content"]
+    assert on != off
+    for n, expected in ((0, off), (64, on)):
+        asked = {**body, "repeat_penalty": 1.5, "repeat_last_n": n}
+        assert server.post("/completion", asked)["content"] == expected
+    # the whole context: a token at its beginning only
+    far = {**body, "prompt": "mill " + "BANANA APPLE CHERRY " * 40, "repeat_penalty": 1.9, "n_probs": 1}
+    found = [server.post("/completion", {**far, "repeat_last_n": n})["content"] for n in (-1, N_CTX, 3, 1)]
+    assert found[0] == found[1] != found[3]
+    status, answer, _ = server.request("POST", "/completion", {**body, "repeat_last_n": -2})
+    assert status == 400
+    assert "repeat_last_n" in answer["error"]["message"]
+    options = {"num_predict": 24, "temperature": 0, "repeat_penalty": 1.5, "repeat_last_n": 0}
+    ollama = {"prompt": body["prompt"], "raw": True, "stream": False, "options": options}
+    assert server.post("/api/generate", ollama)["response"].startswith(off[:20])
+
+
 def test_seeds_below_zero_are_another_one_each_time(server: Server) -> None:
     body = {**BODY, "n_predict": 24, "temperature": 2, "top_k": 0, "top_p": 1, "min_p": 0}
     for seed, n in ((7, 1), (-1, 4)):

@@ -85,7 +85,7 @@ def claude_code(turn: int) -> dict[str, Any]:
                 "role": "user",
                 "content": [
                     {"type": "text", "text": "<system-reminder>As you answer</system-reminder>"},
-                    {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x"}},
+                    {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {}},
                     {"type": "text", "text": "List the files.", **cached},
                 ],
             },
@@ -206,7 +206,12 @@ def test_what_is_hosted_is_no_choice(server: Server) -> None:
 def test_claude_code(server: Server) -> None:
     answer = server.post("/v1/messages", claude_code(1))
     said = " ".join(answer["warnings"])
-    for name in ("tools[].web_search", "content[].document", "content[].redacted_thinking", "billing_header"):
+    for name in (
+        "tools[].web_search",
+        "content[].server_tool_use",
+        "content[].redacted_thinking",
+        "billing_header",
+    ):
         assert name in said
     count = server.post("/v1/messages/count_tokens", claude_code(1) | {"max_tokens": None})
     assert count["input_tokens"] == sum(

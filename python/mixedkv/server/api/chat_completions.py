@@ -89,9 +89,9 @@ class _Answer(OpenAIAnswer):
         parts = self._parts[i].feed(event.text, last=event.last)
         logprobs = self._logprobs(event) if event.logprobs else None
         deltas = [delta(part) for part in parts] or ([{}] if logprobs else [])
+        of = next((fields for fields in deltas if "content" in fields), deltas[-1] if deltas else None)
         for fields in deltas:
-            yield _choice(i, fields, logprobs)
-            logprobs = None
+            yield _choice(i, fields, logprobs if fields is of else None)
         if isinstance(event, Done):
             yield _choice(i, {}, reason=self._parts[i].answer.finish_reason(event.reason))
 

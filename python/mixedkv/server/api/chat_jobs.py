@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from mixedkv.doors.settings import in_words
-from mixedkv.engine.chat.chat_template import RenderedChat
+from mixedkv.engine.chat.chat_template import RenderedChat, ToolChoice
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.text.answer_reader import ReadAnswer
@@ -100,13 +100,13 @@ def translated_jobs(
     return chat_jobs(server, translated(ChatRequest, as_chat()), owner)
 
 
-def chat_tokens(server: ServerState, body: ChatFields) -> list[int]:
+def chat_tokens(server: ServerState, body: ChatFields, choice: ToolChoice | None = None) -> list[int]:
     """Return the tokens of a prompt that nobody answers.
 
     Raises:
         ApiError: 400.
     """
-    return render(server, chat_of(server, body))[0]
+    return render(server, chat_of(server, body, choice))[0]
 
 
 def _budget(server: ServerState, body: ChatRequest) -> int | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
 from mixedkv.chunks.chunk_reuse import ChunkChoice
 from mixedkv.engine.chat.chat_template import Chat, RenderedChat
@@ -57,7 +58,7 @@ def sampling(server: ServerState, body: GenerationFields, constraint: Constraint
     """
     seed = body.seed if body.seed is not None else server.sampling.get("seed")
     seed = secrets.randbits(32) if seed is None else seed
-    bias = tuple((_token_id(key), value) for key, value in (body.logit_bias or {}).items())
+    bias = tuple(_biases(server, body.logit_bias or {}))
     given: dict[str, Any] = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
     if body.dry_sequence_breakers is not None:
         given["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)
@@ -404,7 +405,19 @@ def _check_images(body: GenerationFields, prediction: str) -> None:
         raise bad_request(f"{name} does not go with images: leave one out", name)
 
 
-def _token_id(key: str) -> int:
-    if not (key.isascii() and key.isdigit()):
-        raise bad_request(f"logit_bias: {key!r} is not a token id", "logit_bias")
-    return int(key)
+def _biases(server: ServerState, given: Mapping[str, float | Literal[False]]) -> Iterator[tuple[int, float]]:
+    """Yield tokens and what to add to their logits. A text stands for each of its tokens, as in llama-server.
+
+    Raises:
+        ApiError: 400, a text has no tokens.
+    """
+    for key, value in given.items():
+        bias = -math.inf if value is False else value
+        if key.isascii() and key.removeprefix("-").isdigit():
+            yield int(key), bias
+            continue
+        try:
+            tokens = server.engine.tokenizer.tokenize(key, start=False, special=False)
+        except ValueError as error:
+            raise bad_request(f"logit_bias: {key!r:.80}: {error}", "logit_bias") from None
+        yield from ((token, bias) for token in tokens)

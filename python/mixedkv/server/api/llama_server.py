@@ -27,21 +27,11 @@ from mixedkv.server.api.rendering import image_files
 from mixedkv.server.api.schemas import MAX_CHOICES, GenerationFields, OnePrompt, PromptObject, as_prompts
 from mixedkv.server.api.sse import PING, SentAnswer, respond, sse
 from mixedkv.server.api_error import prompt_error
-from mixedkv.server.fields import Few, Finite, Model, Name, Text, about
+from mixedkv.server.fields import Model, Name, Text, about
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import ServerState, adapter_of, read_prompt, tenant
 
-_BANNED = -100.0  # OpenAI's bias for a token that must never come
 MEDIA_MARKER = "<__media__>"  # where an image is in a prompt's text, as /props tells
-
-
-def _as_object(value: Any) -> Any:
-    """Read `[[15043, -1.5], [2, false]]` as OpenAI's object."""
-    if not isinstance(value, list):
-        return value
-    if not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
-        raise ValueError("give pairs of a token's id and a number, or an object")
-    return {str(token): _BANNED if bias is False else bias for token, bias in value}
 
 
 class LlamaServerFields(GenerationFields):
@@ -53,11 +43,6 @@ class LlamaServerFields(GenerationFields):
         "So many of the likeliest tokens are told at each place."
     )
     json_schema: dict[str, Any] | None = about("JSON Schema that the answer follows.")
-    logit_bias: Annotated[
-        dict[Annotated[str, Field(max_length=10)], Annotated[Finite, Field(ge=-100, le=100)]] | None,
-        Few,
-        BeforeValidator(_as_object),
-    ] = None
     return_tokens: bool | None = about("A whole answer has its tokens; the events of a stream always have.")
     response_fields: Annotated[list[Name], Field(max_length=256, fail_fast=True)] | None = about(
         "The fields of the answer's end that are sent; `timings/prompt_n` is one within another."

@@ -12,7 +12,14 @@ from mixedkv.engine.text.detokenizer import Detokenizer
 _SAME = (
     *("seed", "temperature", "dynatemp_range", "dynatemp_exponent", "top_k", "top_p", "min_p", "typical_p"),
     *("top_n_sigma", "xtc_probability", "xtc_threshold", "repeat_penalty", "repeat_last_n"),
-    *("presence_penalty", "frequency_penalty", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+    *(
+        "presence_penalty",
+        "frequency_penalty",
+        "dry_multiplier",
+        "dry_base",
+        "dry_allowed_length",
+        "dry_penalty_last_n",
+    ),
     *("mirostat", "mirostat_tau", "mirostat_eta", "adaptive_target", "adaptive_decay"),
 )
 
@@ -31,7 +38,8 @@ def generation_settings(job: Job, most: int | None) -> dict[str, Any]:
         "dry_sequence_breakers": list(sampling.dry_sequence_breakers),
         "samplers": list(SAMPLERS if sampling.samplers is None else sampling.samplers),
         "logit_bias": [
-            {"token": token, "bias": False if bias == -math.inf else bias} for token, bias in sampling.logit_bias
+            {"token": token, "bias": False if bias == -math.inf else bias}
+            for token, bias in sampling.logit_bias
         ],
         "grammar": constraint.text if constraint is not None and constraint.kind == "gbnf" else "",
         "stop": list(request.stop),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
+from xml.sax.saxutils import quoteattr
 
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
@@ -15,7 +17,8 @@ from mixedkv.engine.text.answer_reader import Part
 from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import chat_tokens, translated, translated_jobs
 from mixedkv.server.api.generation import cached_details
-from mixedkv.server.api.schemas import ChatFields, TextOnly, TextOrImages
+from mixedkv.server.api.rendering import choice_of
+from mixedkv.server.api.schemas import ChatRequest, TextImagesOrDocuments, TextOnly, TextOrDocuments
 from mixedkv.server.api.sse import SentAnswer, named_sse, respond
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.fields import (
@@ -86,6 +89,75 @@ class ImageBlock(Block):
     source: ImageSource
 
 
+class DocumentSource(Model):
+    """The text of a document. Other sources are files, which this server does not read."""
+
+    type: Literal["text", "content"]
+    media_type: Literal["text/plain"] | None = None
+    data: Text | None = None
+    content: TextOrBlocks | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind not in ("text", "content"):
+            raise ValueError(
+                f"type {kind[:40]}: this server reads no files (PDF or others) and fetches none: send the "
+                f'text itself, as {{"type": "text", "media_type": "text/plain", "data": ...}}'
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _has_what_it_says(self) -> DocumentSource:
+        if (self.data if self.type == "text" else self.content) is None:
+            raise ValueError(f"type {self.type}: {'data' if self.type == 'text' else 'content'} is missing")
+        return self
+
+
+class CitationOptions(Model):
+    enabled: bool | None = ignored()
+
+
+class DocumentBlock(Model):
+    type: Literal["document"]
+    source: DocumentSource
+    title: Text | None = None
+    context: Text | None = None
+    citations: CitationOptions | None = None
+    cache_control: CacheControl | None = about(PREFIX_FOUND)
+
+    @property
+    def text(self) -> str:
+        """The document as the model reads it."""
+        source = self.source
+        text = source.data if source.type == "text" else _text(source.content)
+        return _enclosed("document", text or "", title=self.title, context=self.context)
+
+
+class SearchResultBlock(Model):
+    type: Literal["search_result"]
+    source: Text
+    title: Text
+    content: TextOrBlocks
+    citations: CitationOptions | None = None
+    cache_control: CacheControl | None = about(PREFIX_FOUND)
+
+    @property
+    def text(self) -> str:
+        """The result as the model reads it."""
+        return _enclosed("search_result", _text(self.content), title=self.title, source=self.source)
+
+
+TextualBlock = Annotated[TextBlock | DocumentBlock | SearchResultBlock, Field(discriminator="type")]
+
+
+def _enclosed(tag: str, text: str, **attributes: str | None) -> str:
+    """Return a text in a tag that says what it is, as long-context prompts are usually written."""
+    said = "".join(f" {name}={quoteattr(value)}" for name, value in attributes.items() if value)
+    return f"<{tag}{said}>\n{text}\n</{tag}>"
+
+
 class ThinkingBlock(Block):
     type: Literal["thinking"]
     thinking: Text
@@ -103,18 +175,25 @@ class ToolUseBlock(Block):
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: CallId
-    content: TextOrBlocks | None = None
+    content: Annotated[TextOrList[TextualBlock], TextOrDocuments] | None = None
     is_error: bool | None = None
 
 
 AnyBlock = Annotated[
-    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
+    TextBlock
+    | ImageBlock
+    | DocumentBlock
+    | SearchResultBlock
+    | ThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock,
+    Field(discriminator="type"),
 ]
 
 
 class MessageParam(Model):
     role: Literal["user", "assistant", "system"]
-    content: Annotated[TextOrList[AnyBlock], TextOrImages]
+    content: Annotated[TextOrList[AnyBlock], TextImagesOrDocuments]
 
 
 class CustomTool(Model):
@@ -154,8 +233,9 @@ class OutputConfig(Model):
 
 
 # blocks that are answered with an error, as an answer without them would be about something else
-_MEDIA = ("image", "audio", "video", "input_audio", "file")
-_BLOCKS = ("text", "thinking", "tool_use", "tool_result", *_MEDIA)
+_MEDIA = ("image", "audio", "video", "input_audio", "file", "container_upload")
+_TEXTS = ("text", "document", "search_result")
+_BLOCKS = (*_TEXTS, "thinking", "tool_use", "tool_result", *_MEDIA)
 _BILLING = "x-anthropic-billing-header:"  # another one each turn, before all else
 
 
@@ -247,7 +327,7 @@ def _without_hosted(message: Any, filtered: Filtered) -> Any:
     content = filtered.of("messages[].content[]", message.get("content"), _BLOCKS)
     for i, block in enumerate(content if isinstance(content, list) else ()):
         if isinstance(block, dict) and block.get("type") == "tool_result" and "content" in block:
-            result = filtered.of("messages[].content[]", block["content"], ("text", *_MEDIA))
+            result = filtered.of("messages[].content[]", block["content"], (*_TEXTS, *_MEDIA))
             content[i] = {**block, "content": result}
     return {**message, "content": content} if "content" in message else message
 
@@ -270,8 +350,10 @@ def _choice(choice: AnthropicChoice | None) -> dict[str, Any]:
     return {"tool_choice": wanted, "parallel_tool_calls": None if disabled is None else not disabled}
 
 
-def _text(content: str | list[TextBlock] | None) -> str:
-    return "\n".join(block.text for block in content) if isinstance(content, list) else content or ""
+def _text(content: str | Sequence[TextBlock | DocumentBlock | SearchResultBlock] | None) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(block.text for block in content or ())
 
 
 def _messages(param: MessageParam) -> list[dict[str, Any]]:
@@ -301,15 +383,17 @@ def _messages(param: MessageParam) -> list[dict[str, Any]]:
     return [*results, message]
 
 
-def _content(blocks: list[TextBlock | ImageBlock]) -> str | list[dict[str, Any]]:
+def _content(
+    blocks: list[TextBlock | DocumentBlock | SearchResultBlock | ImageBlock],
+) -> str | list[dict[str, Any]]:
     """Return the text of content blocks, each on a line of its own; with images, parts."""
     parts: list[dict[str, Any]] = []
     for block in blocks:
         parts += [{"type": "text", "text": "\n"}] if parts else []
-        if isinstance(block, TextBlock):
-            parts.append({"type": "text", "text": block.text})
-        else:
+        if isinstance(block, ImageBlock):
             parts.append({"type": "image_url", "image_url": {"url": block.source.as_url}})
+        else:
+            parts.append({"type": "text", "text": block.text})
     if any(isinstance(block, ImageBlock) for block in blocks):
         return parts
     return "".join(part["text"] for part in parts)
@@ -346,7 +430,8 @@ def _say_it_is_too_long(error: ApiError) -> None:
 
 
 def _count(server: ServerState, body: CountRequest) -> int:
-    return len(chat_tokens(server, translated(ChatFields, body.fields())))
+    asked = translated(ChatRequest, {**body.fields(), **_choice(body.tool_choice)})
+    return len(chat_tokens(server, asked, choice_of(asked)))
 
 
 class _Answer(SentAnswer):

@@ -216,8 +216,10 @@ class OllamaGenerate(OllamaRequest):
             raise ValueError("template is not supported by this server: render the prompt, and send raw=true")
         if self.context:
             raise ValueError("context is not supported by this server: use /api/chat with all messages")
-        if self.is_raw and (self.format or self.images or self.logprobs):
-            raise ValueError("raw and suffix do not go with format, images or logprobs: leave one out")
+        if self.is_raw and (self.format or self.images or self.logprobs or self.system):
+            raise ValueError(
+                "raw and suffix do not go with format, images, logprobs or system: leave one out"
+            )
         return self
 
     @property
@@ -419,8 +421,9 @@ class _Answer(SentAnswer):
         lines, logprobs = [], self._logprobs(event)
         for part in self._parts.feed(event.text, last=event.last):
             if part.index < 0:
-                lines.append({**_said(self._body, part.content, part.reasoning), **logprobs})
-                logprobs = {}
+                of_text = logprobs if part.content else {}
+                lines.append({**_said(self._body, part.content, part.reasoning), **of_text})
+                logprobs = {} if part.content else logprobs
         if isinstance(event, Done):
             if calls := self._calls():
                 lines.append(_said(self._body, "", calls=calls))

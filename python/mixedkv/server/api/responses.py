@@ -20,7 +20,14 @@ from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import translated_jobs
 from mixedkv.server.api.generation import cached_details, prompt_progress, timings
 from mixedkv.server.api.kept_responses import ResponseId, find, history, keep, will_keep
-from mixedkv.server.api.schemas import Metadata, StreamOptions, TextOnly, TextOrImages, TextPart
+from mixedkv.server.api.schemas import (
+    Metadata,
+    RefusalPart,
+    StreamOptions,
+    TextOnly,
+    TextOrImages,
+    TextPart,
+)
 from mixedkv.server.api.sse import PING, SentAnswer, named_sse, respond
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.fields import (
@@ -67,11 +74,12 @@ class InputImage(Model):
 
 def _part(part: Any) -> str:
     kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", "")
-    return f"~{kind}" if kind in ("output_text", "input_image") else "~text"
+    return f"~{kind}" if kind in ("output_text", "refusal", "input_image") else "~text"
 
 
 AnyPart = Annotated[
     Annotated[OutputText, Tag("~output_text")]
+    | Annotated[RefusalPart, Tag("~refusal")]
     | Annotated[TextPart, Tag("~text")]
     | Annotated[InputImage, Tag("~input_image")],
     Discriminator(_part),
@@ -218,6 +226,7 @@ class ResponsesRequest(WithoutHosted):
 
     @classmethod
     def drop_hosted(cls, body: dict[str, Any], filtered: Filtered) -> dict[str, Any]:
+        _refuse_references(body.get("input"))
         for name, where, kinds in (("tools", "tools[]", ("function",)), ("input", "input[]", _KINDS)):
             if name in body:
                 given, body[name] = body[name], filtered.of(where, body[name], kinds)
@@ -269,6 +278,16 @@ class ResponsesRequest(WithoutHosted):
                 yield _answer(items)
             else:
                 yield from map(_said, items)
+
+
+def _refuse_references(items: Any) -> None:
+    """Refuse items that stand for others: an answer without those would be about something else."""
+    for i, item in enumerate(items if isinstance(items, list) else ()):
+        if isinstance(item, dict) and item.get("type") == "item_reference":
+            raise ValueError(
+                f"input.{i}: item_reference is not supported by this server: give a message, function_call, "
+                f"function_call_output or reasoning itself, or previous_response_id"
+            )
 
 
 def _is_of_an_answer(item: Any) -> bool:
@@ -596,9 +615,12 @@ class _Answer(SentAnswer):
 
     def _usage(self) -> dict[str, Any]:
         job = self._job
+        written = (
+            job.n_given - job.n_cached_exact if job.request.store else 0
+        )  # what later prompts start from
         return {
             "input_tokens": job.n_given,
-            "input_tokens_details": cached_details([job]),
+            "input_tokens_details": {**cached_details([job]), "cache_write_tokens": written},
             "output_tokens": job.n_answer,
             "output_tokens_details": {"reasoning_tokens": job.n_thought},
             "total_tokens": job.n_given + job.n_answer,

@@ -22,10 +22,12 @@ from mixedkv.images.picture import MARK
 from mixedkv.limits import INT32_MAX
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.server.fields import (
+    FLAG,
     LIST,
     LISTS,
     MAX_SEED,
     MAX_STOPS,
+    NUMBER,
     OBJECT,
     PREFIX_FOUND,
     REFUSED,
@@ -62,7 +64,8 @@ MAX_CHOICES = 64
 _MAX_INPUTS = 2048  # OpenAI's
 _MAX_VARIABLES = 64  # of a chat template
 _IMAGES = ("image", "image_url", "input_image")
-_MEDIA = ("image", "audio", "video", "file", "document")
+_DOCUMENTS = ("document", "search_result")  # as texts: Anthropic's
+_MEDIA = ("image", "audio", "video", "file", "document", "container_upload")
 
 
 def _check_media(content: Any, taken: tuple[str, ...]) -> Any:
@@ -71,18 +74,36 @@ def _check_media(content: Any, taken: tuple[str, ...]) -> Any:
         if not isinstance(kind, str) or kind in taken:
             continue
         if kind.removeprefix("input_").startswith(_MEDIA):
-            what = "texts and images only (no audio or files)" if taken else "texts only"
+            also = [
+                name
+                for name, kinds in (("images", _IMAGES), ("documents of text", _DOCUMENTS))
+                if kinds[0] in taken
+            ]
+            what = f"texts and {' and '.join(also)} only (no audio or files)" if also else "texts only"
             raise ValueError(f"{kind[:40]}: this server takes {what} here: leave it out")
     return content
 
 
 TextOnly = BeforeValidator(partial(_check_media, taken=()))
 TextOrImages = BeforeValidator(partial(_check_media, taken=_IMAGES))
+TextOrDocuments = BeforeValidator(partial(_check_media, taken=_DOCUMENTS))
+TextImagesOrDocuments = BeforeValidator(partial(_check_media, taken=(*_IMAGES, *_DOCUMENTS)))
 
 
 class TextPart(Model):
     type: Literal["text", "input_text", "output_text"]
     text: Text
+
+
+class RefusalPart(Model):
+    """The text that an assistant said in place of an answer."""
+
+    type: Literal["refusal"]
+    refusal: Text
+
+    @property
+    def text(self) -> str:
+        return self.refusal
 
 
 class ImageURL(Model):
@@ -95,7 +116,7 @@ class ImagePart(Model):
     image_url: ImageURL
 
 
-Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+Part = Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]
 
 
 class CalledFunction(Model):
@@ -129,8 +150,8 @@ class Message(Model):
     def text(self) -> str:
         """The message's text, with `images.MARK` in the place of each image."""
         if isinstance(self.content, list):
-            return "".join(part.text if isinstance(part, TextPart) else MARK for part in self.content)
-        return self.content or ""
+            return "".join(MARK if isinstance(part, ImagePart) else part.text for part in self.content)
+        return self.content or self.refusal or ""
 
     @property
     def images(self) -> list[str]:
@@ -228,7 +249,38 @@ class Prediction(Model):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-Biases = Annotated[dict[Annotated[str, Field(max_length=10)], Annotated[Finite, Field(ge=-100, le=100)]], Few]
+_BIAS = 100
+
+
+def _as_biases(value: Any) -> Any:
+    """Read `[[15043, -1.5], [" blue", false]]`, which llama-server takes as well, as OpenAI's object. Several
+    biases of one token add up.
+    """
+    if not isinstance(value, list):
+        return value
+    if not all(isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in (int, str) for pair in value):
+        raise ValueError("give pairs of a token's id or a text, and a number or false; or an object")
+    sums: dict[str, Any] = {}
+    for token, bias in value:
+        before = sums.get(key := str(token), 0)
+        if before is False or not _is_number(bias) or not _is_number(before):
+            sums[key] = False if before is False else bias
+        else:
+            sums[key] = min(_BIAS, max(-_BIAS, before + bias)) if key in sums else bias
+    return sums
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+Bias = Annotated[
+    Annotated[Finite, Field(ge=-_BIAS, le=_BIAS), NUMBER] | Annotated[Literal[False], FLAG],
+    one_of(f"a number from -{_BIAS} to {_BIAS}, or false for a token that never comes"),
+]
+Biases = Annotated[
+    dict[Annotated[str, Field(min_length=1, max_length=256)], Bias], Few, BeforeValidator(_as_biases)
+]
 Pattern = Annotated[Text, Field(max_length=65536)]
 
 
@@ -285,7 +337,9 @@ class GenerationFields(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop | None = None
-    logit_bias: Biases | None = None
+    logit_bias: Biases | None = about(
+        "By tokens, ids or texts: a number that is added, or false for never; also a list of pairs."
+    )
     # ours and llama.cpp's
     grammar: Pattern | None = about("GBNF the answer follows.")
     regex: Pattern | None = about("Regular expression the whole answer matches.")
