@@ -21,6 +21,8 @@ from mixedkv import __version__
 from mixedkv.config.mixed import did_you_mean
 from mixedkv.doors.keys import Keys
 from mixedkv.doors.settings import in_words
+from mixedkv.engine.schedule.fair_queue import unlimited
+from mixedkv.engine.work.fair_pool import FairPool
 from mixedkv.server.api import (
     chat_completions,
     completions,
@@ -37,7 +39,7 @@ from mixedkv.server.api import (
 )
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.fields import place
-from mixedkv.server.http.json_body import BodyParser, SaidOnce
+from mixedkv.server.http.json_body import SaidOnce
 from mixedkv.server.http.middleware import BodyLimit, OwnPagesOnly, ShortPaths
 from mixedkv.server.pending import Disconnected
 from mixedkv.server.settings import ServerSettings
@@ -97,7 +99,7 @@ def dress(app: FastAPI, settings: ServerSettings, keys: Keys, count: Any) -> Non
     """Add what stands around all endpoints: answers to errors, limits, keys, and who may call from where.
     `count` counts answers.
     """
-    app.state.large_bodies = BodyParser()
+    app.state.bodies = FairPool(1, "mixedkv-body", unlimited)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)

@@ -153,6 +153,24 @@ class PendingRequest:
         return [ends[i] for i in range(len(self.jobs))]
 
 
+_SOON = 0.05  # seconds, for which nobody asks whether the client is still there
+
+
+async def while_wanted(request: Request, work: Awaitable[_T]) -> _T:
+    """Await work that often takes no time, unless it does and the client disconnects meanwhile.
+
+    Raises:
+        Disconnected: the client disconnected.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=_SOON)
+    except BaseException:
+        task.cancel()
+        raise
+    return task.result() if task.done() else await or_disconnect(request, task)
+
+
 async def or_disconnect(request: Request, work: Awaitable[_T]) -> _T:
     """Await the work, unless the client disconnects first.
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from mixedkv import __version__
 from mixedkv.doors.keys import Keys, MetricsKey
@@ -24,7 +23,8 @@ from mixedkv.images.projector import Projector
 from mixedkv.server.api_error import ApiError, bad_request, from_engine, no_key
 from mixedkv.server.http.middleware import DEADLINE, TENANT
 from mixedkv.server.models import Described
-from mixedkv.server.pending import Delivery
+from mixedkv.server.packing import json_pieces, packed
+from mixedkv.server.pending import Delivery, while_wanted
 from mixedkv.server.pools import LARGE, Pools
 from mixedkv.server.watchdog import Watchdog
 from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager
@@ -283,17 +283,19 @@ async def read_prompt(
     session: CacheSessionMetadata | None = None,
 ) -> _T:
     """Prepare a request's templates, tokens and schemas off the event loop, by turns of tenants; large
-    requests have a thread of their own. Meanwhile the request counts as one that waits.
+    requests have threads of their own. Meanwhile the request counts as one that waits. It is given up when
+    its client goes.
 
     Raises:
         ApiError: 429, too many requests of the tenant wait.
+        Disconnected: the client disconnected.
     """
     owner, pools = tenant(request), server.pools
     large = len(await request.body()) > LARGE or (session is not None and session.n_tokens > LARGE // 4)
     pool = pools.large_prompts if large else pools.prompts
     try:
         with server.engine.room.preparing(owner):
-            return await asyncio.wrap_future(pool.submit(owner, function, server, *args))
+            return await while_wanted(request, pool.run(owner, function, server, *args))
     except QueueFullError as error:
         raise from_engine(error) from None
 
@@ -303,27 +305,6 @@ def time_left(request: Request) -> float:
     return max(0.0, float(request.scope[DEADLINE]) - asyncio.get_running_loop().time())
 
 
-Answer: TypeAlias = dict[str, Any] | list[dict[str, Any]]
-
-
-async def json_answer(server: ServerState, answer: Answer | Callable[[], Answer]) -> Response:
-    """Answer with JSON; `content` is a function if it is large. Choices are then encoded one by one off the
-    event loop, since encoding an object holds the interpreter's lock.
-    """
-    if not callable(answer):
-        return JSONResponse(answer)
-    encoded = await asyncio.wrap_future(server.pools.answers.submit(_encode_choices, answer))
-    return Response(encoded, media_type="application/json")
-
-
-def _encode_choices(make: Callable[[], Answer]) -> bytes:
-    answer = make()
-    if isinstance(answer, list):
-        return f"[{','.join(map(_encode, answer))}]".encode()
-    if "choices" not in answer:
-        return _encode(answer).encode()
-    choices = ",".join(map(_encode, answer.pop("choices")))
-    return f'{_encode(answer)[:-1]},"choices":[{choices}]}}'.encode()
-
-
-_encode = json.JSONEncoder(separators=(",", ":")).encode
+async def packed_answer(request: Request, server: ServerState, make: Callable[[], Any]) -> Response:
+    """Answer with JSON that may be large."""
+    return await packed(server.pools, tenant(request), lambda: json_pieces(make()))

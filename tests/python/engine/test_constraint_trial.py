@@ -12,6 +12,7 @@ import pytest
 from mixedkv.engine.chat.chat_template import ChatRenderer, ToolChoice
 from mixedkv.engine.constrain import trial
 from mixedkv.engine.constrain.constraint_text import Constraint
+from mixedkv.engine.work import processes
 from support.hostile_constraints import BYTES, compile_one
 from support.recorded import TEMPLATES
 
@@ -51,17 +52,17 @@ def test_a_schema_that_takes_minutes_is_refused_and_others_go_on(monkeypatch: py
 
 def test_a_machine_that_was_busy_refuses_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what a constraint itself takes is remembered of it."""
-    start = trial._start
+    start = processes.start
 
-    def start_stopped() -> subprocess.Popen[str]:  # it gets no processor
+    def start_stopped() -> subprocess.Popen[bytes]:  # it gets no processor
         process = start()
         process.send_signal(signal.SIGSTOP)
         return process
 
-    trial._end_all()
+    processes.processes.end()
     with monkeypatch.context() as busy:
-        busy.setattr(trial, "_start", start_stopped)
-        busy.setattr(trial, "_CLOCK_SECONDS", 0.2)
+        busy.setattr(processes, "start", start_stopped)
+        busy.setattr(processes, "CLOCK_SECONDS", 0.2)
         with pytest.raises(
             ValueError, match=r"^response_format: compiling it was not done within 0.2 seconds"
         ):

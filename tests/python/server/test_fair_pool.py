@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from mixedkv.engine.schedule.fair_queue import TenantLimits
-from mixedkv.server.pools import FairPool, Pools
+from mixedkv.engine.work.fair_pool import FairPool
+from mixedkv.server.pools import Pools
 from support.patience import PATIENCE, wait_for
 
 

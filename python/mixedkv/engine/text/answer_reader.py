@@ -95,6 +95,11 @@ class AnswerReader:
         self._text, self._due = "", 0
         self.answer = ReadAnswer()
 
+    @property
+    def takes_long(self) -> bool:
+        """True if an answer of this length is parsed for more than a millisecond or two."""
+        return self._parse is not None and len(self._text) > 2 * _SHORT
+
     def feed(self, text: str, *, last: bool = False) -> list[Part]:
         """Add text and return the parts that are certain now, or all of them after the `last` text."""
         if self._parse is None:

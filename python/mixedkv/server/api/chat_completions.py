@@ -85,6 +85,9 @@ class _Answer(OpenAIAnswer):
             out += self._of_event(_choice(i, {}, reason=event.reason))
         return out
 
+    def takes_long(self, i: int) -> bool:
+        return self._parts[i].takes_long
+
     def _read_choices(self, i: int, event: Delta | Done) -> Iterable[dict[str, Any]]:
         parts = self._parts[i].feed(event.text, last=event.last)
         logprobs = self._logprobs(event) if event.logprobs else None

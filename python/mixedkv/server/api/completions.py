@@ -135,6 +135,9 @@ class _Answer(OpenAIAnswer):
             return self._template(i)(event.text)
         return self._of_event(self._choice(i, event, text, getattr(event, "reason", None)))
 
+    def takes_long(self, i: int) -> bool:
+        return self._echoes_logprobs and i not in self._echoed
+
     def _choice_of(self, i: int, text: str) -> dict[str, Any]:
         return {"index": i, "text": text, "logprobs": None, "finish_reason": None}
 

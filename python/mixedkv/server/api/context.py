@@ -32,6 +32,7 @@ from mixedkv.server.api.schemas import (
 )
 from mixedkv.server.api_error import bad_request, prompt_error, session_error
 from mixedkv.server.http.json_body import JSONRoute
+from mixedkv.server.packing import whole_body
 from mixedkv.server.pending import PendingRequest, or_disconnect
 from mixedkv.server.state import (
     ServerState,
@@ -107,7 +108,7 @@ async def _answer(body: ContextRequest, request: Request) -> dict[str, Any]:
     except ValidationError as error:  # a message that can be kept but not answered
         places = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
         raise RequestValidationError(places) from None
-    whole = json.loads(bytes(response.body))
+    whole = await in_thread(json.loads, await whole_body(response))
     return {"choices": whole["choices"], "usage": whole["usage"]}
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response
 
 from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.embed.embedding_context import Vectors
@@ -21,11 +22,12 @@ from mixedkv.server.api.schemas import EmbeddingRequest
 from mixedkv.server.api_error import bad_request, from_engine, prompt_error, timed_out
 from mixedkv.server.fields import Model, Name, Text, about, ignored
 from mixedkv.server.http.json_body import JSONRoute
+from mixedkv.server.packing import Long, packed
 from mixedkv.server.pending import or_disconnect
-from mixedkv.server.state import ServerState, model_of, read_prompt, tenant, time_left
+from mixedkv.server.state import ServerState, model_of, packed_answer, read_prompt, tenant, time_left
 
 router = APIRouter(route_class=JSONRoute)
-_CHUNK = 1 << 16
+_SMALL = 1 << 12  # numbers that are written in a millisecond
 
 
 @router.post("/v1/embeddings")
@@ -35,8 +37,10 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     server = model_of(request, body.model, generates=False)
     embedder = checked_embedder(server, body)
     vectors, n_tokens = await embed(request, server, embedder, owner, input_tokens, body)
-    answer = _answer(vectors, body.encoding_format == "base64", server.model_name, n_tokens)
-    return StreamingResponse(answer, media_type="application/json")
+    answer = partial(_answer, vectors, body.encoding_format == "base64", server.model_name, n_tokens)
+    if vectors.size <= _SMALL:
+        return Response("".join(answer()), media_type="application/json")
+    return await packed(server.pools, owner, answer)
 
 
 async def embed(
@@ -137,21 +141,14 @@ def input_tokens(
     return inputs
 
 
-async def _answer(vectors: Vectors, as_base64: bool, model: str, n_tokens: int) -> AsyncIterator[bytes]:
-    """Yield OpenAI's object in chunks: many vectors are many megabytes, and encoding them delays other
-    requests.
-    """
-    chunk = b'{"object":"list","data":['
+def _answer(vectors: Vectors, as_base64: bool, model: str, n_tokens: int) -> Iterator[str]:
+    """Yield OpenAI's object in pieces: many vectors are many megabytes."""
+    yield '{"object":"list","data":['
     for i, vector in enumerate(vectors):
         text = _base64(vector) if as_base64 else _numbers(vector)
-        comma = "," if i else ""
-        chunk += f'{comma}{{"object":"embedding","index":{i},"embedding":{text}}}'.encode()
-        if len(chunk) >= _CHUNK:
-            yield chunk
-            chunk = b""
-            await asyncio.sleep(0)
+        yield f'{"," if i else ""}{{"object":"embedding","index":{i},"embedding":{text}}}'
     usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-    yield chunk + f'],"model":{json.dumps(model)},"usage":{json.dumps(usage)}}}'.encode()
+    yield f'],"model":{json.dumps(model)},"usage":{json.dumps(usage)}}}'
 
 
 def _base64(vector: Vectors) -> str:
@@ -210,9 +207,11 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
     usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
     order = np.argsort(-scores[:, 0], kind="stable").tolist()[: body.top_n]
     if body.texts is not None:
-        return JSONResponse([_tei_result(body, i, float(scores[i, 0])) for i in order])
-    results = [_result(body, i, float(scores[i, 0])) for i in order]
-    return JSONResponse({"object": "list", "model": server.model_name, "results": results, "usage": usage})
+        ranked = Long(_tei_result(body, i, float(scores[i, 0])) for i in order)
+        return await packed_answer(request, server, lambda: ranked)
+    results = Long(_result(body, i, float(scores[i, 0])) for i in order)
+    answer = {"object": "list", "model": server.model_name, "results": results, "usage": usage}
+    return await packed_answer(request, server, lambda: answer)
 
 
 def _result(body: RerankRequest, index: int, score: float) -> dict[str, Any]:

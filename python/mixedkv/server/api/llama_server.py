@@ -120,7 +120,7 @@ async def _answer(
         jobs,
         _Answer(server, jobs, texts, body, several=several),
         stream=body.stream is True,
-        large=bool(body.n_probs),
+        large=bool(body.n_probs) or body.prompt_logprobs is not None,
         progress=bool(body.return_progress),
     )
 

@@ -15,7 +15,8 @@ from mixedkv.server.api.rendering import chat_of, rendered_text
 from mixedkv.server.api.schemas import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
 from mixedkv.server.api_error import bad_request, prompt_error
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, adapters, model_of, read_prompt, tenant
+from mixedkv.server.packing import Long
+from mixedkv.server.state import ServerState, adapters, model_of, packed_answer, read_prompt, tenant
 
 router = APIRouter(route_class=JSONRoute)
 template_router = APIRouter(route_class=JSONRoute)
@@ -77,7 +78,8 @@ async def apply_template(body: ApplyTemplateRequest, request: Request) -> Respon
 async def _answer_tokens(request: Request, make: Any, body: Any) -> Response:
     tenant(request)
     server = model_of(request, body.model, generates=make is _prompt)
-    return JSONResponse(await read_prompt(request, make, server, body))
+    found = await read_prompt(request, make, server, body)
+    return await packed_answer(request, server, lambda: found)
 
 
 def _tokens(server: ServerState, body: TokenizeRequest) -> dict[str, Any]:
@@ -88,8 +90,8 @@ def _tokens(server: ServerState, body: TokenizeRequest) -> dict[str, Any]:
     except ValueError as error:
         raise prompt_error(error, "content") from None
     if not body.with_pieces:
-        return {"tokens": tokens}
-    return {"tokens": [{"id": token, "piece": _piece(server, token)} for token in tokens]}
+        return {"tokens": Long(tokens)}
+    return {"tokens": Long({"id": token, "piece": _piece(server, token)} for token in tokens)}
 
 
 def _piece(server: ServerState, token: int) -> str | list[int]:

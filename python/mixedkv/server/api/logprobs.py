@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from mixedkv.engine.sample.sampler import PromptLogprobs, TokenLogprob
 from mixedkv.engine.text.detokenizer import Detokenizer
+from mixedkv.server.packing import Long
 
 _LOWEST = -9999.0  # JSON has no infinity
 
@@ -16,14 +18,14 @@ def chat_logprobs(
     pieces: Detokenizer, logprobs: Sequence[TokenLogprob], *, ids: bool = False
 ) -> dict[str, Any]:
     """Return `choices[].logprobs` of a chat; with `ids` also the tokens' ids, like llama-server."""
-    content = [
+    content = (
         {
             **_entry(pieces, lp.token, lp.logprob, ids),
             "top_logprobs": [_entry(pieces, token, logprob, ids) for token, logprob in lp.top.tolist()],
         }
         for lp in logprobs
-    ]
-    return {"content": content, "refusal": None}
+    )
+    return {"content": Long(content), "refusal": None}
 
 
 class CompletionLogprobs:
@@ -42,7 +44,7 @@ class CompletionLogprobs:
         return {
             "tokens": [_text(self._pieces, lp.token) for lp in logprobs],
             "token_logprobs": [max(lp.logprob, _LOWEST) for lp in logprobs],
-            "top_logprobs": [self._top(lp) for lp in logprobs],
+            "top_logprobs": Long(map(self._top, logprobs)),
             "text_offset": [self._take(lp.token) for lp in logprobs],
         }
 
@@ -73,7 +75,7 @@ class CompletionLogprobs:
 
 def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Return the log probabilities of two texts, one after the other."""
-    return {name: [*one[name], *other[name]] for name in one}
+    return {name: Long(chain(one[name], other[name])) for name in one}
 
 
 def prompt_logprobs(pieces: Detokenizer, asked: PromptLogprobs | None) -> dict[str, Any]:
@@ -82,8 +84,8 @@ def prompt_logprobs(pieces: Detokenizer, asked: PromptLogprobs | None) -> dict[s
     """
     if asked is None:
         return {}
-    tokens = [_places(pieces, logprob, rank) for logprob, rank in asked.found]
-    return {"prompt_logprobs": [None, *tokens]}
+    tokens = (_places(pieces, logprob, rank) for logprob, rank in asked.found)
+    return {"prompt_logprobs": Long(chain([None], tokens))}
 
 
 def _places(pieces: Detokenizer, lp: TokenLogprob, rank: int) -> dict[str, Any]:

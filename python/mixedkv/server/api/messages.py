@@ -411,7 +411,7 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
             _say_it_is_too_long(error)
         raise
     answer = _Answer(server, body, jobs[0], chat)
-    return await respond(request, server, jobs, answer, stream=body.stream is True, large=False)
+    return await respond(request, server, jobs, answer, stream=body.stream is True, large=chat.is_parsed)
 
 
 @router.post("/v1/messages/count_tokens")
@@ -458,6 +458,9 @@ class _Answer(SentAnswer):
             "usage": {**self._usage(), "output_tokens": 0},
         }
         return named_sse({"type": "message_start", "message": message})
+
+    def takes_long(self, i: int) -> bool:
+        return self._parts.takes_long
 
     def event(self, i: int, event: Delta | Done) -> bytes:
         out = b"".join(self._delta(part) for part in self._parts.feed(event.text, last=event.last))

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from mixedkv import __version__
 from mixedkv.engine.chat.chat_template import RenderedChat
 from mixedkv.engine.embed.embedder import Embedder
+from mixedkv.engine.embed.embedding_context import Vectors
 from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.limits import INT32_MAX, RANGES
 from mixedkv.model.fingerprint import fingerprint
@@ -54,8 +55,17 @@ from mixedkv.server.fields import (
 )
 from mixedkv.server.http.json_body import PlainJSONRoute
 from mixedkv.server.models import Described
+from mixedkv.server.packing import Long
 from mixedkv.server.settings import parse_keep_alive
-from mixedkv.server.state import ServerState, in_thread, model_of, read_prompt, server_state, tenant
+from mixedkv.server.state import (
+    ServerState,
+    in_thread,
+    model_of,
+    packed_answer,
+    read_prompt,
+    server_state,
+    tenant,
+)
 
 _MAX_IMAGES = 64
 _SIGNATURES = {"/9j/": "jpeg", "iVBOR": "png", "R0lGOD": "gif", "UklGR": "webp"}  # in Base64
@@ -352,7 +362,8 @@ async def _answer(request: Request, body: OllamaChat | OllamaGenerate, is_empty:
     jobs, rendered = await read_prompt(request, _jobs, server, body, owner)
     answer = _Answer(server, body, jobs[0], rendered)
     stream = body.stream is not False
-    return await respond(request, server, jobs, answer, stream=stream, large=False, headers=NDJSON)
+    large = rendered.is_parsed or bool(body.logprobs)
+    return await respond(request, server, jobs, answer, stream=stream, large=large, headers=NDJSON)
 
 
 def _unload(request: Request, body: OllamaChat | OllamaGenerate) -> Response:
@@ -416,6 +427,9 @@ class _Answer(SentAnswer):
         answer = self._parts.answer
         said = _said(self._body, answer.content, answer.reasoning, self._calls())
         return {**self._head(), **said, **self._logprobs(end), **self._end(end)}
+
+    def takes_long(self, i: int) -> bool:
+        return self._parts.takes_long
 
     def event(self, i: int, event: Delta | Done) -> bytes:
         lines, logprobs = [], self._logprobs(event)
@@ -533,15 +547,14 @@ async def embed_inputs(body: OllamaEmbed, request: Request) -> Response:
     if not any(inputs) and len(inputs) < 2:
         return JSONResponse({"model": server.model_name, "embeddings": []})
     vectors, n_tokens = await _embed(request, server, inputs, body.dimensions, body.truncate is not False)
-    return JSONResponse(
-        {
-            "model": server.model_name,
-            "embeddings": vectors,
-            "total_duration": round(1e9 * (time.perf_counter() - began)),
-            "load_duration": 0,
-            "prompt_eval_count": n_tokens,
-        }
-    )
+    answer = {
+        "model": server.model_name,
+        "embeddings": Long(vector.tolist() for vector in vectors),
+        "total_duration": round(1e9 * (time.perf_counter() - began)),
+        "load_duration": 0,
+        "prompt_eval_count": n_tokens,
+    }
+    return await packed_answer(request, server, lambda: answer)
 
 
 @models_router.post("/api/embeddings")
@@ -551,18 +564,17 @@ async def embed_prompt(body: OllamaEmbeddings, request: Request) -> Response:
     if not body.prompt:
         return JSONResponse({"embedding": []})
     (vector,), _ = await _embed(request, server, [body.prompt], None, True)
-    return JSONResponse({"embedding": vector})
+    return JSONResponse({"embedding": vector.tolist()})
 
 
 async def _embed(
     request: Request, server: ServerState, inputs: list[str], dimensions: int | None, truncate: bool
-) -> tuple[list[list[float]], int]:
+) -> tuple[Vectors, int]:
     owner = tenant(request)
     body = translated(EmbeddingRequest, {"input": inputs, "dimensions": dimensions or None})
     embedder = checked_embedder(server, body)
     read = _cut_tokens if truncate else input_tokens
-    vectors, n_tokens = await embed(request, server, embedder, owner, read, body)
-    return [vector.tolist() for vector in vectors], n_tokens
+    return await embed(request, server, embedder, owner, read, body)
 
 
 def _cut_tokens(server: ServerState, embedder: Embedder, body: EmbeddingRequest) -> list[list[int]]:

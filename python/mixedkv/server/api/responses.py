@@ -56,6 +56,7 @@ from mixedkv.server.fields import (
     ranged,
 )
 from mixedkv.server.http.json_body import JSONRoute
+from mixedkv.server.pools import LARGE
 from mixedkv.server.state import ServerState, model_of, read_prompt, server_state, tenant
 
 
@@ -180,6 +181,9 @@ class Reasoning(Model):
 _KINDS = (None, "message", "function_call", "function_call_output", "reasoning")  # of items
 
 
+_MANY_TOOLS = 16
+
+
 class ResponsesRequest(WithoutHosted):
     model: Name | None = None
     input: Annotated[Annotated[Text, TEXT] | Annotated[MessageList[AnyItem], LIST], TEXT_OR_LIST]
@@ -252,6 +256,11 @@ class ResponsesRequest(WithoutHosted):
             if getattr(self, name):
                 raise ValueError(f"{name} is not supported by this server: leave it out")
         return self
+
+    @property
+    def is_large(self) -> bool:
+        """True if the fields that its answer repeats may take more than a millisecond or two to encode."""
+        return len(self.instructions or "") > LARGE or len(self.tools or ()) > _MANY_TOOLS
 
     def as_chat(self, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the request as a chat of these messages."""
@@ -365,7 +374,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
         jobs,
         answer,
         stream=body.stream is True,
-        large=False,
+        large=chat.is_parsed or body.is_large,
         progress=bool(body.return_progress),
         on_event=on_event if is_kept else None,
     )
@@ -523,6 +532,9 @@ class _Answer(SentAnswer):
         return self._sse({"type": "response.created", "response": response}) + self._sse(
             {"type": "response.in_progress", "response": response}
         )
+
+    def takes_long(self, i: int) -> bool:
+        return self._body.is_large or self._parts.takes_long
 
     def event(self, i: int, event: Delta | Done) -> bytes:
         timed = {"timings": timings(self._job)} if self._body.timings_per_token else {}

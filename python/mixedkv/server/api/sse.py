@@ -5,43 +5,43 @@ waiting events and no task, timer or parser per token.
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
 from fastapi import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.revoked import ENDING
+from mixedkv.server.packing import encode_text
 from mixedkv.server.pending import OnEvent, PendingRequest, disconnected, or_disconnect
-from mixedkv.server.state import ServerState, json_answer, time_left
+from mixedkv.server.state import ServerState, packed_answer, tenant, time_left
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 _UNBUFFERED = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+Aside: TypeAlias = Callable[..., Awaitable[bytes]]
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 EVENTS: Headers = [(b"content-type", b"text/event-stream; charset=utf-8"), *_UNBUFFERED]
 NDJSON: Headers = [(b"content-type", b"application/x-ndjson"), *_UNBUFFERED]
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 def sse(chunk: dict[str, Any]) -> bytes:
     """Return an event."""
-    return f"data: {_encode(chunk)}\n\n".encode()
+    return f"data: {encode_text(chunk)}\n\n".encode()
 
 
 def named_sse(chunk: dict[str, Any]) -> bytes:
     """Return an event that is named by its type."""
-    return f"event: {chunk['type']}\ndata: {_encode(chunk)}\n\n".encode()
+    return f"event: {chunk['type']}\ndata: {encode_text(chunk)}\n\n".encode()
 
 
 def json_line(chunk: dict[str, Any]) -> bytes:
     """Return a line of NDJSON."""
-    return f"{_encode(chunk)}\n".encode()
+    return f"{encode_text(chunk)}\n".encode()
 
 
 class Template:
@@ -54,10 +54,10 @@ class Template:
     MARK = "\x00text\x00"
 
     def __init__(self, chunk: dict[str, Any]) -> None:
-        self._before, self._after = f"data: {_encode(chunk)}\n\n".split(_encode(self.MARK))
+        self._before, self._after = f"data: {encode_text(chunk)}\n\n".split(encode_text(self.MARK))
 
     def __call__(self, text: str) -> bytes:
-        return f"{self._before}{_encode(text)}{self._after}".encode()
+        return f"{self._before}{encode_text(text)}{self._after}".encode()
 
 
 class SentAnswer:
@@ -73,6 +73,10 @@ class SentAnswer:
 
     def event(self, i: int, event: Delta | Done) -> bytes:
         raise NotImplementedError
+
+    def takes_long(self, i: int) -> bool:
+        """Return whether making the next event of an answer may take more than a millisecond or two."""
+        return False
 
     def idle(self) -> bytes:
         """Return bytes to send while there are no events."""
@@ -90,6 +94,7 @@ class EventStream(Response):
     `begin`.
 
     Args:
+        aside: runs a function off the event loop, in turns of tenants.
         interval: seconds without an event after which `idle` is sent.
         at_once: do not wait for the first event.
         headers: headers of the answer.
@@ -100,12 +105,13 @@ class EventStream(Response):
         pending: PendingRequest,
         answer: SentAnswer,
         *,
+        aside: Aside,
         interval: float,
         at_once: bool = False,
         headers: Headers = EVENTS,
     ) -> None:
         self.status_code, self.background = 200, None
-        self._pending, self._answer = pending, answer
+        self._pending, self._answer, self._aside = pending, answer, aside
         self._interval, self._at_once, self.raw_headers = interval, at_once, list(headers)
         self._begin: tuple[int, Delta | Done] | None = None
 
@@ -141,22 +147,26 @@ class EventStream(Response):
     async def _write(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         pending, answer = self._pending, self._answer
-        out = [answer.first()]
+        out = [await self._aside(answer.first) if answer.takes_long(0) else answer.first()]
         if self._begin is not None:
-            out.append(self._make(self._begin))
+            out.append(await self._make(self._begin))
         try:
             while not pending.over:
                 if pending.waiting():
                     await send({"type": "http.response.body", "body": b"".join(out), "more_body": True})
                     out = []
-                out.append(self._make(await pending.next()))
+                out.append(await self._make(await pending.next()))
             out.append(answer.last())
         except ApiError as error:  # the status has been sent already
             out.append(answer.failed(error))
         await send({"type": "http.response.body", "body": b"".join(out), "more_body": False})
 
-    def _make(self, event: tuple[int, Delta | Done] | None) -> bytes:
-        return self._answer.idle() if event is None else self._answer.event(*event)
+    async def _make(self, event: tuple[int, Delta | Done] | None) -> bytes:
+        if event is None:
+            return self._answer.idle()
+        if self._answer.takes_long(event[0]):
+            return await self._aside(self._answer.event, *event)
+        return self._answer.event(*event)
 
 
 _PING = 15.0  # seconds without an event after which a stream sends a sign of life
@@ -190,9 +200,12 @@ async def respond(
     request.scope[ENDING].then(pending.end)
     if stream:
         interval = _PROGRESS if progress else _PING
-        events = EventStream(pending, answer, interval=interval, at_once=progress, headers=headers)
+        aside = partial(server.pools.answers.run, tenant(request))
+        events = EventStream(
+            pending, answer, aside=aside, interval=interval, at_once=progress, headers=headers
+        )
         return await events.begin(request)
     with pending:
         ends = await or_disconnect(request, pending.done())
     make = partial(answer.whole, ends)
-    return await json_answer(server, make if large else make())
+    return await packed_answer(request, server, make) if large else JSONResponse(make())

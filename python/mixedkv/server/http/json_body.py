@@ -4,11 +4,9 @@ response names all fields that have no effect.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
 import re
-import time
 from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import islice
@@ -22,6 +20,7 @@ from starlette.responses import Response
 
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.fields import IGNORED
+from mixedkv.server.http.middleware import TENANT
 from mixedkv.server.pools import LARGE
 
 log = logging.getLogger("mixedkv.server")
@@ -50,10 +49,7 @@ class JSONRoute(APIRoute):
                 return await handle(request)
             state = request.app.state
             strict = state.server.settings.strict
-            if len(body) > LARGE:
-                found, fields = await state.large_bodies.parse(model, body, strict)
-            else:
-                found, fields = parse(model, body, strict)
+            found, fields = await parse_in_turn(request, model, body, strict)
             if fields.unknown:
                 state.said.ignored_fields(self.path, sorted(fields.unknown))
             response = await handle(_ReadRequest(request, body, found))
@@ -102,22 +98,11 @@ _MAX_VALUES = 1 << 18  # of all lists and objects, as token ids are
 _MAX_QUOTES = 2 * (_MAX_PARTS + _MAX_VALUES)  # a value has two, and so has a field's name
 
 
-class BodyParser:
-    """Parses large bodies one after the other. As long as one took, the event loop then does other work."""
-
-    def __init__(self) -> None:
-        self._lock = asyncio.Lock()
-        self._rest = 0.0  # seconds to wait before the next one
-
-    async def parse(self, model: type[_M], body: bytes, strict: bool) -> tuple[_M, Fields]:
-        """Parse a large body, see `parse`."""
-        async with self._lock:
-            await asyncio.sleep(self._rest)
-            began = time.perf_counter()
-            try:
-                return parse(model, body, strict)
-            finally:
-                self._rest = time.perf_counter() - began
+async def parse_in_turn(request: Request, model: type[_M], body: bytes, strict: bool) -> tuple[_M, Fields]:
+    """Parse a body, see `parse`: a large one off the event loop, in turns of tenants."""
+    if len(body) <= LARGE:
+        return parse(model, body, strict)
+    return await request.app.state.bodies.run(request.scope[TENANT] or "", parse, model, body, strict)
 
 
 def parse(model: type[_M], body: bytes, strict: bool) -> tuple[_M, Fields]:

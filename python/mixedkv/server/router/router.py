@@ -37,7 +37,7 @@ from mixedkv.server.api.ollama import OllamaChat, OllamaGenerate, named_model, w
 from mixedkv.server.api_error import ApiError, from_engine
 from mixedkv.server.app import App, all_routes, dress, include_endpoints
 from mixedkv.server.fields import Model, Name
-from mixedkv.server.http.json_body import BodyParser, SaidOnce, parse
+from mixedkv.server.http.json_body import SaidOnce, parse_in_turn
 from mixedkv.server.http.middleware import without
 from mixedkv.server.models import (
     ServedModel,
@@ -48,7 +48,6 @@ from mixedkv.server.models import (
     served_models,
 )
 from mixedkv.server.pending import Disconnected, or_disconnect
-from mixedkv.server.pools import LARGE
 from mixedkv.server.router.model_process import (
     ENDED,
     Exchange,
@@ -190,10 +189,7 @@ async def _read(request: Request) -> Asked:
     body = await request.body()
     if not body:
         return Asked()
-    if len(body) > LARGE:
-        parser: BodyParser = request.app.state.large_bodies
-        return (await parser.parse(Asked, body, False))[0]
-    return parse(Asked, body, False)[0]
+    return (await parse_in_turn(request, Asked, body, False))[0]
 
 
 def _ended(model: RoutedModel) -> ApiError:
