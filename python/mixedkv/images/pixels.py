@@ -36,6 +36,17 @@ def read_data_url(url: str) -> bytes:
         raise ValueError("what follows data:image/...;base64, is no Base64") from None
 
 
+def n_pixels(data: bytes) -> int:
+    """Return how many pixels an image file has, which its head says; 0 if it is no image."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            return int(image.size[0] * image.size[1])
+    except Exception:  # `read_pixels` says what is wrong
+        return 0
+
+
 def read_pixels(data: bytes) -> Pixels:
     """Read an image file: uint8 [height, width, 3], upright, what is transparent is white.
 
@@ -57,6 +68,12 @@ def read_pixels(data: bytes) -> Pixels:
         raise ValueError(str(error)) from None
     except Exception:  # whatever a decoder meets in what is not what it says
         raise ValueError(f"it cannot be read: use {', '.join(_FORMATS[:-1])} or {_FORMATS[-1]}") from None
+
+
+def pixels_in_bytes(_: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
+    """Read an image file as `read_pixels` does, in a process for such tasks."""
+    pixels = read_pixels(data)
+    return {"shape": pixels.shape}, pixels.tobytes()
 
 
 class _TooLargeError(ValueError):

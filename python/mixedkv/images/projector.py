@@ -7,7 +7,7 @@ import hashlib
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import llama_cpp
@@ -82,13 +82,16 @@ class Projector:
                 self._mtmd.mtmd_free(self._context)
                 self._context = None
 
-    def read(self, data: bytes) -> PromptImage:
+    def read(self, data: bytes, decode: Callable[[bytes], Pixels] = read_pixels) -> PromptImage:
         """Encode an image file as part of a prompt.
+
+        Args:
+            decode: makes pixels of it.
 
         Raises:
             ValueError: it is no image, or none that this encoder or the context can take.
         """
-        pixels = read_pixels(data)
+        pixels = decode(data)
         digest = hashlib.sha256(self._hash + str(pixels.shape).encode() + pixels.tobytes()).digest()
         with self._one_at_a_time:
             image = self._kept.pop(digest, None) or self._encode(pixels, digest)

@@ -123,6 +123,17 @@ def _unescaped(literal: str) -> str:
     return re.sub(r"\\(.)", lambda match: _ESCAPES.get(match[1], match[1]), literal[1:-1], flags=re.DOTALL)
 
 
+def first_mark() -> int:
+    """Return the code point of this process' first mark."""
+    return _FIRST_MARK
+
+
+def begin_with(mark: int) -> None:
+    """Use the marks of another process, whose texts are tokenized here, before there are any."""
+    global _FIRST_MARK
+    _FIRST_MARK = mark
+
+
 def special_tokens(special: Iterable[tuple[int, str, int]]) -> Iterator[SpecialToken]:
     """Yield special tokens, given their ids, texts and attributes in llama.cpp."""
     for token, text, attributes in special:

@@ -6,7 +6,7 @@ This needs the vocabulary but no context, so it can run on any thread while the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -19,12 +19,13 @@ from llama_cpp import llama_chat_format
 from mixedkv.engine.chat import generic_tools
 from mixedkv.engine.chat.bare_calls import BareCalls
 from mixedkv.engine.chat.chat_template import Chat, ChatRenderer, RenderedChat
+from mixedkv.engine.chat.text_tokenizer import TextTokenizer
 from mixedkv.engine.constrain.constraint import ConstraintCompiler, Matcher
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.sample.sampler import Sampler
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.text.thought import Thought, ThoughtTags
-from mixedkv.errors import ContextLengthError, UnsupportedModelError
+from mixedkv.errors import UnsupportedModelError
 from mixedkv.images.picture import MARK, PromptImage
 from mixedkv.limits import INT32_MAX
 from mixedkv.llama import NO_VOCABULARY, Llama
@@ -38,13 +39,11 @@ from mixedkv.tokens import Tokens, check_tokens
 Messages = Sequence[Mapping[str, Any]]
 Prompt = str | Sequence[int] | Messages | Chat
 
-_CHUNK = 1 << 12  # characters
 _CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
 _SNIPPET = "\n\n--- snippet ---\n\n"  # llama-server's, between files
-_MAX_SPECIAL = 2000
 
 
-class Tokenizer:
+class Tokenizer(TextTokenizer):
     """The tokenizer and the chat template of a model.
 
     Args:
@@ -60,10 +59,8 @@ class Tokenizer:
     def __init__(self, llm: Llama, chat_format: str = "", chat_template: str = "") -> None:
         if not _llama_cpp.has_vocabulary(llm):
             raise UnsupportedModelError(NO_VOCABULARY)
-        self._llm = llm
-        self._vocab = _llama_cpp.vocab(llm)
+        super().__init__(llm)
         self.n_ctx = int(llm.n_ctx())
-        self.n_vocab = int(llm.n_vocab())
         self._eos = self._piece_text(llm.token_eos())
         bos = self._piece_text(llm.token_bos())
         own = llm.metadata.get("tokenizer.chat_template", "")
@@ -71,8 +68,6 @@ class Tokenizer:
         self._formatter = _make_formatter(chat_format, self.chat_template, bos, self._eos)
         self._cuts = f"{self.chat_template}{{{{ {MARK!r} }}}}"  # what `ContentMarks` asks for
         self._renderer = ChatRenderer(self.chat_template, bos, self._eos)
-        self._special = self._special_texts()
-        self._longest = self._longest_token()
         self._is_control = np.zeros(self.n_vocab, bool)
         self._is_control[[token for token, _, attributes in llm.special_tokens if attributes & _CONTROL]] = (
             True
@@ -85,77 +80,6 @@ class Tokenizer:
         )
         self._fim_file = llama_cpp.llama_vocab_fim_sep(self._vocab)
 
-    def tokenize(
-        self, text: str, *, start: bool = True, special: bool = False, n_ctx: int | None = None
-    ) -> list[int]:
-        """Return the tokens of a text.
-
-        Args:
-            start: it begins a sequence.
-            special: read the text of control tokens as control tokens.
-            n_ctx: refuse a text that is too long for this many tokens before tokenizing it; None: the model's
-                context.
-
-        Raises:
-            ContextLengthError: the text is too long.
-            ValueError: the text has a line that is too long for the tokenizer.
-        """
-        self._check_size(text, self.n_ctx if n_ctx is None else n_ctx)
-        tokens: list[int] = []
-        for chunk in self._chunks(text) if special else [text]:
-            tokens += self._llm.tokenize(chunk.encode("utf-8"), add_bos=start, special=special)
-            start = False
-        return tokens
-
-    def _check_size(self, text: str, n_ctx: int) -> None:
-        size, largest = len(text.encode("utf-8")), n_ctx * self._longest
-        if self._longest and size > largest and (size := len(self._plain(text).encode("utf-8"))) > largest:
-            raise ContextLengthError(
-                f"the text has {size} bytes, which exceeds the available context size: {n_ctx} tokens of "
-                f"this model have {largest} at most: shorten it",
-                -(-size // self._longest),
-                n_ctx - 1,
-            )
-
-    def _longest_token(self) -> int:
-        """Return the largest number of bytes that one token stands for, or 0 if it is unknown: WordPiece and
-        Unigram make one token of unknown text of any length.
-        """
-        if llama_cpp.llama_vocab_type(self._vocab) not in (
-            llama_cpp.LLAMA_VOCAB_TYPE_SPM,
-            llama_cpp.LLAMA_VOCAB_TYPE_BPE,
-        ):
-            return 0
-        tokens = range(self.n_vocab)  # in the file's spelling, which is never shorter
-        return max(len(llama_cpp.llama_vocab_get_text(self._vocab, token)) for token in tokens)
-
-    def _chunks(self, text: str) -> Iterator[str]:
-        """Cut a text before special tokens, where tokenizing the parts gives the tokens of the whole.
-
-        llama.cpp searches for all special tokens after each one that it finds: 100,000 of them would take
-        hours.
-        """
-        begin = 0
-        while len(text) - begin > _CHUNK and (cut := self._cut(text, begin)) > 0:
-            yield text[begin:cut]
-            begin = cut
-        yield text[begin:]
-
-    def _cut(self, text: str, begin: int) -> int:
-        """Return where the last special token in a chunk begins, or the next one after it; -1 if there is
-        none.
-        """
-        cut = max((text.rfind(t, begin + 1, begin + _CHUNK) for t in self._special), default=-1)
-        if cut < 0:
-            later = (text.find(t, begin + 1) for t in self._special)
-            cut = min((at for at in later if at > 0), default=-1)
-        overlap = True
-        while overlap and cut > 0:  # if special tokens overlap, the start of the first
-            starts = (text.find(t, max(begin, cut - len(t) + 1), cut + len(t) - 1) for t in self._special)
-            first = min((at for at in starts if at >= 0), default=cut)
-            overlap, cut = first < cut, min(cut, first)
-        return cut if cut > begin else -1
-
     def boundaries(self, tokens: Tokens) -> Places:
         """Return where messages of a chat begin and end: at the control tokens of its template."""
         return np.flatnonzero(self._is_control[np.maximum(tokens, 0)] & (tokens >= 0))
@@ -163,15 +87,6 @@ class Tokenizer:
     def message_starts(self, tokens: Tokens) -> Places:
         """Return where messages of a chat begin, judging by its tokens."""
         return message_starts(self._vocab, tokens)
-
-    def _special_texts(self) -> list[str]:
-        """Return the texts of the tokens a text can be cut at."""
-        if llama_cpp.llama_vocab_get_add_eos(self._vocab) or llama_cpp.llama_vocab_get_add_sep(self._vocab):
-            return []
-        left = llama_cpp.LLAMA_TOKEN_ATTR_LSTRIP
-        return [text for _, text, attributes in self._llm.special_tokens if not attributes & left][
-            :_MAX_SPECIAL
-        ]
 
     def encode(self, prompt: Prompt, *, long: bool = False) -> tuple[list[int], RenderedChat]:
         """Return the tokens of a text, a list of token ids or a chat, and how its answer is read.
@@ -336,10 +251,6 @@ class Tokenizer:
         # calls are constrained and read by the names that the tools have
         return replace(rendered, text=self._rendered(replace(marked, tools=tools)).text)
 
-    def _plain(self, text: str) -> str:
-        marks = self._llm.content_marks
-        return text if marks is None else marks.plain(text)
-
     def _marked(self, text: str, template: str) -> str:
         marks = self._llm.content_marks
         return text if marks is None else marks.mark(text, template)
@@ -466,9 +377,6 @@ class Tokenizer:
         elif sampling.constraint is not None:
             matcher = self.matcher(sampling.constraint)
         return Sampler(self._vocab, sampling, self.n_ctx, matcher)
-
-    def _piece_text(self, token: int) -> str:
-        return llama_cpp.llama_vocab_get_text(self._vocab, token).decode("utf-8") if token >= 0 else ""
 
 
 def _last(tokens: list[int], n: int) -> list[int]:

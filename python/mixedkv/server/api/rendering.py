@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+
+import numpy as np
 
 from mixedkv.engine.chat.chat_template import Chat, RenderedChat, TemplateOptions, ToolChoice
 from mixedkv.engine.text.answer_reader import Call, Part
+from mixedkv.engine.work.current import current
+from mixedkv.engine.work.processes import Task, processes
+from mixedkv.images import pixels
 from mixedkv.images.picture import PromptImage
-from mixedkv.images.pixels import read_data_url
+from mixedkv.images.pixels import Pixels, n_pixels, read_data_url, read_pixels
+from mixedkv.images.projector import Projector
 from mixedkv.limits import check_depth
 from mixedkv.server.api.schemas import ChatFields, ChatRequest, Message, NamedTool, Tool
 from mixedkv.server.api_error import ApiError, bad_request, prompt_error
@@ -128,6 +135,8 @@ def template_options(server: ServerState, body: ChatFields) -> TemplateOptions:
 
 
 _MOST = 64  # of a request
+_MOST_PIXELS = 1 << 27  # of a request: 64 of 1920 x 1080
+_FEW_PIXELS = 1 << 18  # decoded where it is asked for, in a few milliseconds
 
 
 def read_images(server: ServerState, messages: Sequence[Message]) -> list[PromptImage]:
@@ -145,15 +154,8 @@ def read_images(server: ServerState, messages: Sequence[Message]) -> list[Prompt
             f"--mmproj, or leave them out",
             "messages",
         )
-    if len(urls) > _MOST:
-        raise bad_request(f"messages: {len(urls)} images are more than {_MOST}: leave some out", "messages")
-    images = []
-    for i, url in urls:
-        try:
-            images.append(server.projector.read(read_data_url(url)))
-        except ValueError as error:
-            raise bad_request(f"messages.{i}.content: image_url: {error}", "messages") from None
-    return images
+    named = [(f"messages.{i}.content: image_url", url) for i, url in urls]
+    return _encoded(server.projector, named, "messages")
 
 
 def image_files(server: ServerState, files: Sequence[str], param: str) -> list[PromptImage]:
@@ -168,10 +170,54 @@ def image_files(server: ServerState, files: Sequence[str], param: str) -> list[P
             "out",
             param,
         )
+    return _encoded(server.projector, [(param, f"data:image/any;base64,{file}") for file in files], param)
+
+
+def _encoded(projector: Projector, urls: Sequence[tuple[str, str]], param: str) -> list[PromptImage]:
+    """Return the images of data URLs, each with its place in the body. They are counted before any is read."""
+    if len(urls) > _MOST:
+        raise bad_request(f"{param}: {len(urls)} images are more than {_MOST}: leave some out", param)
+    files = []
+    for place, url in urls:
+        with _errors_of(place, param):
+            files.append(read_data_url(url))
+    if (n := sum(map(n_pixels, files))) > _MOST_PIXELS:
+        raise bad_request(
+            f"{param}: the images have {n} pixels, at most {_MOST_PIXELS} are taken at a time: make them "
+            "smaller, or leave some out",
+            param,
+        )
+    images = []
+    for (place, _), file in zip(urls, files, strict=True):
+        with _errors_of(place, param):
+            images.append(projector.read(file, decoded))
+    return images
+
+
+@contextmanager
+def _errors_of(place: str, param: str) -> Iterator[None]:
+    """Say that an error is about the image of a place."""
     try:
-        return [server.projector.read(read_data_url(f"data:image/any;base64,{file}")) for file in files]
+        yield
     except ValueError as error:
-        raise bad_request(f"{param}: {error}", param) from None
+        raise bad_request(f"{place}: {error}", param) from None
+
+
+_DECODE = Task(pixels.__file__, "pixels_in_bytes", seconds=10.0, n_bytes=1 << 30)
+
+
+def decoded(file: bytes) -> Pixels:
+    """Read an image file in a process that can be ended, unless it is small.
+
+    Raises:
+        ValueError: it is no image, or takes too much time or memory.
+    """
+    current().check()  # many take long, and so may the encoder
+    if n_pixels(file) <= _FEW_PIXELS:
+        return read_pixels(file)
+    fields, data = processes.call(_DECODE, {}, file)
+    found: Pixels = np.frombuffer(data, np.uint8).reshape(fields["shape"])
+    return found
 
 
 def choice_of(body: ChatRequest) -> ToolChoice:

@@ -65,7 +65,7 @@ def test_a_text_in_chunks_has_the_tokens_of_the_whole(
     for start in (True, False):
         whole = [language.tokenize(text, start=start, special=True) for text in texts]
         with monkeypatch.context() as patch:
-            patch.setattr("mixedkv.engine.chat.tokenizer._CHUNK", 40)
+            patch.setattr("mixedkv.engine.chat.text_tokenizer._CHUNK", 40)
             assert min(len(list(language._chunks(text))) for text in texts) > 1
             assert [language.tokenize(text, start=start, special=True) for text in texts] == whole
 
