@@ -85,7 +85,8 @@ def _written(messages: Sequence[Mapping[str, Any]], in_json: bool) -> list[Mappi
     """Return messages whose calls, results and, with `in_json`, answers are texts. What the user says right
     after results is part of their message, since templates may want two speakers in turn.
     """
-    out: list[Mapping[str, Any]] = []
+    out: list[dict[str, Any]] = []
+    texts: list[list[str]] = []  # of each: results in one message are joined once
     names: dict[str, str] = {}
     follows = False
     for message in messages:
@@ -101,10 +102,13 @@ def _written(messages: Sequence[Mapping[str, Any]], in_json: bool) -> list[Mappi
         elif role == "assistant" and in_json:
             text = f"{_TEXT}{json.dumps(text, ensure_ascii=False)}}}"
         if follows and role in ("tool", "user"):
-            out[-1] = {**out[-1], "content": f"{out[-1]['content']}\n{text}"}
+            texts[-1].append(text)
         else:
-            out.append({**message, "role": "user" if role == "tool" else role, "content": text})
+            out.append({**message, "role": "user" if role == "tool" else role})
+            texts.append([text])
         follows = role == "tool"
+    for message, parts in zip(out, texts, strict=True):
+        message["content"] = "\n".join(parts)
     return [{name: m[name] for name in m if name not in ("tool_calls", "tool_call_id")} for m in out]
 
 

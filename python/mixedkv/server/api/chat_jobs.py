@@ -126,6 +126,9 @@ def _schema(body: ChatRequest) -> Constraint | None:
     return Constraint("json_schema", text, "response_format")
 
 
+_MOST_SEARCHED = 16  # times the text, as each message that the template changes is looked for in all of it
+
+
 def message_ends(
     messages: Sequence[Message], text: str, tokens: Sequence[int], detokenizer: Detokenizer
 ) -> list[tuple[str, int]]:
@@ -141,14 +144,18 @@ def message_ends(
     if not any(message.message_id for message in messages):
         return []
     ends = []
-    until = len(text)
+    until = counted = len(text)
+    n_behind, left = 0, _MOST_SEARCHED * len(text)  # bytes; characters that may be searched
     for message in reversed(messages):  # the newest message is certainly in the text
         content = message.text.strip()
-        at = text.rfind(content, 0, until) if content else -1
+        at = text.rfind(content, 0, until) if content and left > 0 else -1
+        left -= until - max(at, 0)
         if at < 0:
             continue
         if message.message_id:
-            ends.append((message.message_id, len(text[at + len(content) :].encode())))
+            end = at + len(content)
+            n_behind, counted = n_behind + len(text[end:counted].encode()), end
+            ends.append((message.message_id, n_behind))
         until = at
     return _tokens_up_to(ends, tokens, detokenizer)
 
