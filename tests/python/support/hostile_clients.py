@@ -23,7 +23,7 @@ def _json(body: Any) -> bytes:
     return json.dumps(body).encode()
 
 
-def _bodies() -> dict[str, tuple[str, bytes]]:
+def attacks_in_one_request() -> dict[str, tuple[str, bytes]]:
     """Path and body of each attack that is one request."""
     parts, messages = ",".join(["{}"] * (_BIG // 3)), ",".join(['{"role":1}'] * 100_000)
     fields = ",".join(f'"f{i}":0' for i in range(600_000))
@@ -73,7 +73,7 @@ class Hostile:
         self._stop = threading.Event()
         attacks: list[tuple[str, Callable[[], int]]] = [
             (name, self._sender(path, body, leave=_LEAVE if name.startswith("many") else _TIMEOUT))
-            for name, (path, body) in _bodies().items()
+            for name, (path, body) in attacks_in_one_request().items()
         ]
         attacks += [
             ("a length and no body", self._only_a_length),

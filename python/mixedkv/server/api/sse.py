@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from fastapi import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mixedkv.engine.jobs.job import Delta, Done, Job
@@ -173,6 +173,18 @@ _PING = 15.0  # seconds without an event after which a stream sends a sign of li
 _PROGRESS = 0.5  # the same if the client asks for the progress of its prompt
 
 
+_SHORT_TEXT, _FEW_LOGPROBS = 4096, 256
+
+
+def _is_short(jobs: Sequence[Job], ends: Sequence[Done]) -> bool:
+    """Return whether an answer is read and encoded in a millisecond or two, whatever it consists of."""
+    if any(job.answer.prompt_logprobs is not None for job in jobs):
+        return False
+    places = zip(jobs, ends, strict=True)
+    n_logprobs = sum(len(end.logprobs) * (1 + (job.request.n_logprobs or 0)) for job, end in places)
+    return n_logprobs <= _FEW_LOGPROBS and sum(len(end.text) for end in ends) <= _SHORT_TEXT
+
+
 async def respond(
     request: Request,
     server: ServerState,
@@ -208,4 +220,6 @@ async def respond(
     with pending:
         ends = await or_disconnect(request, pending.done())
     make = partial(answer.whole, ends)
-    return await packed_answer(request, server, make) if large else JSONResponse(make())
+    if large and not _is_short(jobs, ends):
+        return await packed_answer(request, server, make)
+    return Response(encode_text(make()), media_type="application/json")
