@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from mixedkv.engine.schedule.fair_queue import TenantLimits
+from mixedkv.engine.work.turns import TenantLimits
 from mixedkv.sessions.metadata import Quota
 from mixedkv.store import Share
 

@@ -9,7 +9,7 @@ from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.prompt_cache import Generation, PromptCache
 from mixedkv.engine.sample.sampling import Sampling
-from mixedkv.engine.schedule.fair_queue import TenantLimits
+from mixedkv.engine.work.turns import TenantLimits
 
 __all__ = [
     "Answer",

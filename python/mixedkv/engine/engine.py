@@ -34,12 +34,12 @@ from mixedkv.engine.jobs.job import Failed, Job
 from mixedkv.engine.prepare import check_model, fit, lend, prepare
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.contract import Observer, StepPlan
-from mixedkv.engine.schedule.fair_queue import Limits, unlimited
 from mixedkv.engine.schedule.pacing import SLOWDOWN, Pace
 from mixedkv.engine.schedule.request import Request, SpeculationMode
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.engine.stepping import NotFiniteCount, Stepper
 from mixedkv.engine.text.detokenizer import Detokenizer, stop_strings
+from mixedkv.engine.work.turns import Limits, unlimited
 from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp

@@ -21,8 +21,8 @@ from mixedkv import __version__
 from mixedkv.config.mixed import did_you_mean
 from mixedkv.doors.keys import Keys
 from mixedkv.doors.settings import in_words
-from mixedkv.engine.schedule.fair_queue import unlimited
 from mixedkv.engine.work.fair_pool import FairPool
+from mixedkv.engine.work.turns import unlimited
 from mixedkv.server.api import (
     chat_completions,
     completions,

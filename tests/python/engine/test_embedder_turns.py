@@ -15,7 +15,7 @@ import pytest
 from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.embed.embedding_context import Piece
 from mixedkv.engine.schedule.contract import Observer, StepPlan
-from mixedkv.engine.schedule.fair_queue import Limits, TenantLimits, unlimited
+from mixedkv.engine.work.turns import Limits, TenantLimits, unlimited
 from mixedkv.errors import EngineError, QueueFullError
 
 N_EMBD = 2

@@ -10,7 +10,7 @@ import pytest
 
 from mixedkv._core import HotWindow
 from mixedkv.config.cut_rule import CutRule
-from mixedkv.engine.schedule.fair_queue import TenantLimits
+from mixedkv.engine.work.turns import TenantLimits
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.rows import APPROXIMATE, COMPUTED, Truth
 from mixedkv.prompts.overflow import Gap, LongPrompt

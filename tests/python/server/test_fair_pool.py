@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from mixedkv.engine.schedule.fair_queue import TenantLimits
 from mixedkv.engine.work.fair_pool import FairPool
+from mixedkv.engine.work.turns import TenantLimits
 from mixedkv.server.pools import Pools
 from support.patience import PATIENCE, wait_for
 

@@ -19,8 +19,8 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 
 from mixedkv.doors.settings import in_words
-from mixedkv.engine.schedule.fair_queue import unlimited
 from mixedkv.engine.work.fair_pool import FairPool
+from mixedkv.engine.work.turns import unlimited
 from mixedkv.server.api.schemas import ChatRequest, CompletionRequest
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.fields import MAX_MESSAGES

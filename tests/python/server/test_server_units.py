@@ -16,8 +16,8 @@ import pytest
 from mixedkv.chunks.passages import parse_chunks
 from mixedkv.doors.keys import Keys
 from mixedkv.engine.jobs.job import Delta, Done, Job
-from mixedkv.engine.schedule.fair_queue import TenantLimits
 from mixedkv.engine.schedule.request import Request
+from mixedkv.engine.work.turns import TenantLimits
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
 from mixedkv.server.api.generation import usage
 from mixedkv.server.api_error import ApiError

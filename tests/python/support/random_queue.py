@@ -10,9 +10,9 @@ import numpy as np
 
 from mixedkv._core import HotWindow
 from mixedkv.config.cut_rule import CutRule
-from mixedkv.engine.schedule.fair_queue import TenantLimits
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request
+from mixedkv.engine.work.turns import TenantLimits
 from mixedkv.images.picture import Picture
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.rows import APPROXIMATE, COMPUTED, Truth, all_of

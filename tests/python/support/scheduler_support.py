@@ -7,11 +7,11 @@ from typing import Any
 
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.engine.schedule.contract import Observer, Run, StepPlan
-from mixedkv.engine.schedule.fair_queue import Limits, unlimited
 from mixedkv.engine.schedule.pacing import Pace
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.schedule.scheduler import Scheduler
+from mixedkv.engine.work.turns import Limits, unlimited
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.rows import COMPUTED, Truth, all_of
 from mixedkv.prompts.overflow import NOWHERE, cut, head_of

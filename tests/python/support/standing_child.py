@@ -1,4 +1,4 @@
-"""`mixedkv serve` that notes when its event loop or its engine's thread stands: work was done where all wait for it.
+"""`mixedkv serve` that notes when its event loop or its engine's thread stands, as work is done there.
 
 python standing_child.py FILE [options of serve]
 
@@ -107,7 +107,7 @@ class Standing:
             if seconds > self._most:
                 self.note("engine", seconds, [])
 
-        Batch.decode, Engine._one_round = timed_decode, timed_round  # type: ignore[method-assign]
+        Batch.decode, Engine._one_round = timed_decode, timed_round  # type: ignore[method-assign, assignment]
 
     # --- Python's lock ---
 
@@ -145,6 +145,6 @@ if __name__ == "__main__":
         standing.begin()
         begin(delivery)
 
-    Delivery.begin = begin_watched  # type: ignore[method-assign]
+    Delivery.begin = begin_watched  # type: ignore[method-assign, assignment]
     standing.watch_engine()
     sys.exit(main(["serve", *sys.argv[2:]]))

@@ -32,7 +32,7 @@ class TextTokenizer:
 
     def __init__(self, llm: Llama) -> None:
         self._llm, self._vocab = llm, _llama_cpp.vocab(llm)
-        self.n_vocab = int(llm.n_vocab())
+        self.n_ctx, self.n_vocab = int(llm.n_ctx()), int(llm.n_vocab())
         self._special = self._special_texts()
         self._longest = self._longest_token()
 

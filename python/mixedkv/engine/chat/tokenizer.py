@@ -60,7 +60,6 @@ class Tokenizer(TextTokenizer):
         if not _llama_cpp.has_vocabulary(llm):
             raise UnsupportedModelError(NO_VOCABULARY)
         super().__init__(llm)
-        self.n_ctx = int(llm.n_ctx())
         self._eos = self._piece_text(llm.token_eos())
         bos = self._piece_text(llm.token_bos())
         own = llm.metadata.get("tokenizer.chat_template", "")

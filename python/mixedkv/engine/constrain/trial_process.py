@@ -33,7 +33,7 @@ def _tokenizer(names: tuple[str, ...]) -> Any:
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(names)), eos_token=[_END])
 
 
-def tried(request: dict[str, Any], _: bytes) -> tuple[dict[str, Any], bytes]:
+def tried(request: dict[str, Any], data: bytes = b"") -> tuple[dict[str, Any], bytes]:
     """Return whether a step is too slow for an engine's thread."""
     tokenizer = _tokenizer(tuple(request["names"]))
     limits = llguidance.LLParserLimits(**request["limits"])

@@ -12,8 +12,8 @@ import numpy as np
 
 from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece, Vectors
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.schedule.fair_queue import Limits, Service, unlimited
 from mixedkv.engine.schedule.pacing import SLOWDOWN, Pace
+from mixedkv.engine.work.turns import Limits, Service, unlimited
 from mixedkv.errors import ClosedError, ModelChangedError, NotFiniteError, QueueFullError
 from mixedkv.limits import MAX_SEQUENCES
 

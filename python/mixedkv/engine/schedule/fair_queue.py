@@ -7,36 +7,13 @@ tenant with the fewest steps for its weight. docs/decisions/013-fair-shares.md h
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Generic
 
 from mixedkv.engine.schedule.contract import P
+from mixedkv.engine.work.turns import Limits, Service
 
 _TURN = 16  # steps before a place may change hands; fewer mean more pauses
-
-
-class Service:
-    """Counts what each tenant was given, divided by its weight."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._given: dict[str, float] = {}
-
-    def of(self, tenant: str) -> float:
-        return self._given.get(tenant, 0.0)
-
-    def add(self, tenant: str, n: float) -> None:
-        self._given[tenant] = self.of(tenant) + n / self._limits(tenant).weight
-
-    def join(self, tenant: str, others: Iterable[str]) -> None:
-        """Start a new tenant level with the least served of the others, as it is owed nothing for the time
-        before.
-        """
-        self._given[tenant] = max(self.of(tenant), min(map(self.of, others), default=0.0))
-
-    def clear(self) -> None:
-        self._given.clear()
 
 
 class FairQueue(Generic[P]):
@@ -115,29 +92,3 @@ class FairQueue(Generic[P]):
             self._service.join(tenant, self._queues)
             self._queues[tenant] = deque()
         return self._queues[tenant]
-
-
-@dataclass(frozen=True, slots=True)
-class TenantLimits:
-    """Limits of a tenant, and its weight beside others.
-
-    Attributes:
-        weight: its share when other tenants are waiting too.
-        running: maximum number of answers at a time; None for no limit.
-        queued: maximum number of waiting jobs; None for the engine's max_queue.
-        kept: maximum number of kept prefixes, which are evicted last; None for an equal share.
-    """
-
-    weight: int = 1
-    running: int | None = None
-    queued: int | None = None
-    kept: int | None = None
-
-
-Limits = Callable[[str], TenantLimits]
-_NONE = TenantLimits()
-
-
-def unlimited(tenant: str) -> TenantLimits:
-    """Return limits under which all tenants are equal."""
-    return _NONE

@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mixedkv.engine.schedule.fair_queue import Limits, unlimited
 from mixedkv.engine.work.current import GivenUpError, Work, current
 from mixedkv.engine.work.fair_pool import FairPool
+from mixedkv.engine.work.turns import Limits, unlimited
 
 CLOCK_SECONDS = 60.0  # on the clock, beside the seconds of a processor, where no processor is free
 _PROGRAM = Path(__file__).with_name("program.py")
@@ -107,16 +107,16 @@ class _Process:
 
     def ask(self, task: Task, fields: dict[str, Any], data: bytes) -> tuple[dict[str, Any], bytes]:
         head = json.dumps({**task._asdict(), "fields": fields, "size": len(data)}).encode() + b"\n"
-        answer = None
+        answer, code = None, 0
         for _ in range(2):  # one that had nothing to do for long may end just now
-            if self._process is None or self._process.poll() is not None:
+            process = self._process
+            if process is None or process.poll() is not None:
                 self.end()
-                self._process = start()
-            answer = _exchange(self._process, head, data)
-            if answer is not None or self._process.returncode != 0:
+                process = self._process = start()
+            answer, code = _exchange(process, head, data), process.returncode
+            if answer is not None or code != 0:
                 break
         if answer is None:
-            code = self._process.returncode
             self.end()
             if code == -_KILL:
                 raise KilledError(f"it was not done within {CLOCK_SECONDS:g} seconds: try again later")

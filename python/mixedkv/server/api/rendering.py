@@ -174,7 +174,7 @@ def image_files(server: ServerState, files: Sequence[str], param: str) -> list[P
 
 
 def _encoded(projector: Projector, urls: Sequence[tuple[str, str]], param: str) -> list[PromptImage]:
-    """Return the images of data URLs, each with its place in the body. They are counted before any is read."""
+    """Return the images of data URLs, each with its place in the body. All are counted before one is read."""
     if len(urls) > _MOST:
         raise bad_request(f"{param}: {len(urls)} images are more than {_MOST}: leave some out", param)
     files = []

@@ -18,6 +18,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
+from mixedkv.engine.work.fair_pool import FairPool
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.fields import IGNORED
 from mixedkv.server.http.middleware import TENANT
@@ -102,7 +103,8 @@ async def parse_in_turn(request: Request, model: type[_M], body: bytes, strict: 
     """Parse a body, see `parse`: a large one off the event loop, in turns of tenants."""
     if len(body) <= LARGE:
         return parse(model, body, strict)
-    return await request.app.state.bodies.run(request.scope[TENANT] or "", parse, model, body, strict)
+    pool: FairPool = request.app.state.bodies
+    return await pool.run(request.scope[TENANT] or "", parse, model, body, strict)
 
 
 def parse(model: type[_M], body: bytes, strict: bool) -> tuple[_M, Fields]:
