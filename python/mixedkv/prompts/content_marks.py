@@ -44,7 +44,9 @@ _CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL | llama_cpp.LLAMA_TOKEN_ATTR_UNKNO
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r"}
 _SEEKS = frozenset({"split", "rsplit", "replace", "startswith", "endswith"})
 _LONGEST_CUT = 64  # characters
-_JSON_STRING = re.compile(r'"((?:[^"\\]|\\.)*)"', re.DOTALL)
+_JSON_STRING = re.compile(
+    r'"((?:[^"\\]|\\.)*)"?', re.DOTALL
+)  # of JSON: one that is not closed is not looked for
 _JSON_CHARACTER = re.compile(
     r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\.|.", re.DOTALL
 )
