@@ -13,6 +13,7 @@ import llama_cpp
 import numpy as np
 
 from mixedkv import _core
+from mixedkv.chat_options import honour
 from mixedkv.errors import ClosedError, ContextBusyError, NotFiniteError, StoppedError
 from mixedkv.kv.cache import KVCache
 from mixedkv.native import llama_cpp as _llama_cpp
@@ -112,10 +113,16 @@ class GuardedLlama(_llama_cpp.SampledLlama):
     # --- one thread at a time ---
 
     def create_chat_completion(self, messages: Any, *args: Any, **kwargs: Any) -> Any:
+        """Answer a chat as the base class does. JSON schemas in `response_format` and a required tool, which
+        that ignores, hold here.
+
+        Raises:
+            ValueError: a format or a choice of a tool is not known, or cannot be had here.
+        """
         check_messages(messages)
-        options = checked_kinds(kwargs)
+        options = honour(self, args, checked_kinds(kwargs))
         with self.busy.waiting():
-            return super().create_chat_completion(messages, *args, **options)
+            return super().create_chat_completion(messages, **options)
 
     def sample(self, *args: Any, idx: int | None = None, **kwargs: Any) -> Any:
         """Sample as the base class does, and raise what a logits processor raises.

@@ -371,8 +371,11 @@ class _Logits:
 _compilers: WeakKeyDictionary[Llama, ConstraintCompiler] = WeakKeyDictionary()
 
 
-def constrain(llm: Llama, kind: Kind, text: str | dict[str, Any]) -> LogitsProcessorList:
+def constrain(llm: Llama, kind: Kind, text: str | dict[str, Any], field: str = "") -> LogitsProcessorList:
     """Return a new `logits_processor=` for one answer of a `Llama`.
+
+    Args:
+        field: what errors call it, if not by its kind.
 
     Raises:
         ValueError: the schema or grammar cannot be read, or not be followed.
@@ -380,5 +383,5 @@ def constrain(llm: Llama, kind: Kind, text: str | dict[str, Any]) -> LogitsProce
     if llm not in _compilers:
         _compilers[llm] = ConstraintCompiler(_llama_cpp.vocab(llm))
     compiler = _compilers[llm]
-    constraint = Constraint(kind, text if isinstance(text, str) else json.dumps(text), kind)
+    constraint = Constraint(kind, text if isinstance(text, str) else json.dumps(text), field or kind)
     return LogitsProcessorList([_Logits(compiler.compile(constraint), compiler.ends)])
