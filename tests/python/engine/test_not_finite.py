@@ -13,7 +13,11 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.engine import Engine
+from mixedkv.engine.constrain.constraint_text import Constraint
+from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
 from mixedkv.errors import NotFiniteError
+from mixedkv.model.gguf_file import read_model_file
+from support import zoo
 from support.not_finite import write_model
 
 GOOD = "The mill stands by the river. Anna went to the"
@@ -93,8 +97,6 @@ def test_rows_that_are_no_numbers_are_no_start_of_another_prompt(engine: Engine)
 def test_a_model_that_gives_no_numbers(broken: Path) -> None:
     llm = Llama(broken, n_ctx=512, n_seq_max=4, kv_unified=True, verbose=False, n_threads=1)
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-    from mixedkv.engine.constrain.constraint_text import Constraint
-
     with Engine(llm) as engine:
         for options in (
             {},
@@ -147,4 +149,58 @@ def test_vectors_of_a_text_are_numbers(poison: Path) -> None:
     with pytest.raises(NotFiniteError, match="vector"):
         llm.embed(f"{GOOD}{bad} x")
     np.testing.assert_array_equal(llm.embed(GOOD), wanted)
+    llm.close()
+
+
+KINDS = ["lfm2", "falcon-h1", "qwen3next", "mamba", "rwkv7", "gpt-oss", "deepseek2", "glm4moe"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_kinds_of_models(tmp_path: Path, kind: str) -> None:
+    """A state that is NaN would stay NaN: llama.cpp clears one by multiplying it by 0."""
+    model, bad = zoo.make(kind), 57
+    embeddings = model.tensors["token_embd.weight"]
+    model.tensors.setdefault("output.weight", embeddings.copy())
+    model.tensors["token_embd.weight"] = embeddings.copy()
+    model.tensors["token_embd.weight"][bad] = np.nan
+    model.write(tmp_path / "m.gguf")
+    llm = Llama(
+        tmp_path / "m.gguf", kv="f16", n_ctx=256, n_seq_max=4, kv_unified=True, verbose=False, n_threads=1
+    )
+    good = list(range(20, 40))
+    with Engine(llm) as engine:
+        wanted = answer_tokens(engine, good)
+        beside = ask(engine, good, 24, reuse=False)
+        for _ in range(2):
+            with pytest.raises(NotFiniteError):
+                _ = ask(engine, [*good[:4], bad, *good[4:]]).text
+            for _ in range(4):
+                assert answer_tokens(engine, good) == wanted
+        assert beside.result().text is not None
+    llm.close()
+
+
+def answer_tokens(engine: Engine, prompt: list[int]) -> list[int]:
+    answer = ask(engine, prompt, reuse=False)
+    answer.result()
+    return list(answer.job.tokens[len(prompt) :])
+
+
+def test_a_text_of_no_numbers_spoils_no_other_vector(poison: Path) -> None:
+    """Texts are embedded in one batch, by attention that multiplies masked rows."""
+    llm = Llama(poison, n_ctx=512, kv="f16", verbose=False, n_threads=1)
+    context = EmbeddingContext(llm, read_model_file(poison), n_ctx=256)
+    good = np.array(llm.tokenize(GOOD.encode()), np.int32)
+    bad = np.array([*good[:3], bad_token(), *good[3:]], np.int32)
+    (wanted,) = context.evaluate([Piece(good, 0, True)])
+    for _ in range(2):
+        found = context.evaluate([Piece(good, 0, True), Piece(bad, 0, True), Piece(good, 0, True)])
+        assert np.isfinite(found[[0, 2]]).all()
+        assert not np.isfinite(found[1]).any()
+        np.testing.assert_allclose(found[[0, 2]], [wanted, wanted], rtol=1e-3, atol=1e-4)
+    # an input in two pieces, of which the first one is spoiled: it stays so, and others go on
+    context.evaluate([Piece(bad, 0, False)])
+    found = context.evaluate([Piece(good, len(bad), True), Piece(good, 0, True)])
+    assert not np.isfinite(found[0]).any()
+    np.testing.assert_allclose(found[1], wanted, rtol=1e-3, atol=1e-4)
     llm.close()

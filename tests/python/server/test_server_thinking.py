@@ -79,6 +79,21 @@ def test_thoughts_come_apart_in_a_stream(begun: Server) -> None:
     assert "".join(delta.content or "" for delta in deltas) == whole.content
 
 
+def test_log_probabilities_are_those_of_the_text(begun: Server) -> None:
+    def text(entries: Any) -> str:
+        return b"".join(bytes(each.bytes) for each in entries).decode("utf-8", "replace")
+
+    choice = ask(begun, reasoning_budget_tokens=6, logprobs=True, top_logprobs=1).choices[0]
+    assert choice.message.reasoning_content
+    assert text(choice.logprobs.content).strip() == choice.message.content.strip()
+    chunks = ask(begun, reasoning_budget_tokens=6, logprobs=True, stream=True)
+    found = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert text(e for each in found if each.logprobs for e in each.logprobs.content) == text(
+        choice.logprobs.content
+    )
+    assert not any(each.logprobs for each in found if getattr(each.delta, "reasoning_content", None))
+
+
 def test_no_budget_at_all_is_no_thought(begun: Server) -> None:
     assert not getattr(ask(begun, reasoning_budget_tokens=0).choices[0].message, "reasoning_content", None)
 
