@@ -217,6 +217,11 @@ def test_a_response_says_which_fields_did_nothing(server: Server, filler: str) -
     assert "warnings" not in answer
 
 
+def test_a_misspelt_field_is_told_what_was_meant(server: Server) -> None:
+    _, answer, _ = server.request("POST", "/v1/chat/completions", {**CHAT, "temprature": 0.2})
+    assert answer["warnings"] == ["temprature: it has no effect here (did you mean temperature?)"]
+
+
 def test_no_name_of_a_client_gets_into_a_header_as_it_is(server: Server) -> None:
     _, answer, headers = server.request("POST", "/v1/chat/completions", {**CHAT, "a\r\nSet-Cookie: b": 1})
     assert headers["x-ignored-fields"] == "(an odd name)"

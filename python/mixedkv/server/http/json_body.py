@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -18,6 +18,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
+from mixedkv.config.mixed import did_you_mean
 from mixedkv.engine.work.fair_pool import FairPool
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.fields import IGNORED
@@ -30,6 +31,7 @@ log = logging.getLogger("mixedkv.server")
 _NAME = re.compile(r"([a-z][a-z_]{0,39}(\[\])?\.)*[a-zA-Z][a-zA-Z_]{0,39}", re.ASCII)
 _LONGEST_NAME = 200  # characters, with the names of what it is in
 _MOST_TOLD = 32  # names in one response
+_MOST_COMPARED = 4  # names that are compared with all that are known
 _AS_ALWAYS = ("auto", "default", "standard_only")  # values that ask for the default
 _MOST = 200  # names that are logged, as clients can make any number up
 
@@ -55,19 +57,22 @@ class JSONRoute(APIRoute):
                 state.said.ignored_fields(self.path, sorted(fields.unknown))
             response = await handle(_ReadRequest(request, body, found))
             if names := shown(fields.unknown | fields.idle):
-                _warn(response, names)
+                _warn(response, names, model.model_fields)
             return response
 
         return handler
 
 
-def _warn(response: Response, names: list[str]) -> None:
-    """Name the fields without effect in the response: in a header, and in `warnings` of an object."""
+def _warn(response: Response, names: list[str], known: Collection[str]) -> None:
+    """Name the fields without effect in the response: in a header, and in `warnings` of an object, there with
+    the known field that may have been meant.
+    """
     response.headers["x-ignored-fields"] = ", ".join(names)
     body = getattr(response, "body", b"")
     is_object = response.headers.get("content-type", "").startswith("application/json")
     if is_object and response.status_code < 300 and body.endswith(b"}") and body != b"{}":
-        warnings = json.dumps([f"{name}: it has no effect here" for name in names])
+        meant = {name: did_you_mean(name, known) for name in names[:_MOST_COMPARED] if name not in known}
+        warnings = json.dumps([f"{name}: it has no effect here{meant.get(name, '')}" for name in names])
         response.body = bytes(body[:-1]) + b',"warnings":' + warnings.encode() + b"}"
         response.headers["content-length"] = str(len(response.body))
 
