@@ -73,7 +73,7 @@ def _answer(
     triggers, sampler = request.triggers, None
     if request.sampling is not None:
         plain = replace(request.sampling, constraint=None) if triggers else request.sampling
-        sampler = tokenizer.sampler(plain, None if triggers else matcher)
+        sampler = tokenizer.sampler(plain, None if triggers else matcher, keeps=request.post_sampling)
     return AnswerState(
         request,
         sampler,

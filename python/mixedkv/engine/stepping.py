@@ -404,7 +404,9 @@ def _add(
     no log probability: the others are then those of the text, as OpenAI has them.
     """
     answer, n_top, logprob = job.answer, job.request.n_logprobs, None
-    if n_top is not None and not thinks:
+    if n_top is not None and not thinks and job.request.post_sampling and answer.sampler is not None:
+        logprob = answer.sampler.left(token, n_top)
+    elif n_top is not None and not thinks:
         logprob = logprob_of(logits_row(context, index, detokenizer.n_vocab), token, n_top)
     job.tokens.append(token)
     if answer.drafter is not None:

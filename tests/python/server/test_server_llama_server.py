@@ -110,6 +110,25 @@ def test_probabilities_have_ids(server: Server, is_streamed: bool) -> None:
         assert place["logprob"] == pytest.approx(place["top_logprobs"][0]["logprob"], abs=1e-5)
 
 
+def test_probabilities_after_the_samplers(server: Server) -> None:
+    body = {**BODY, "n_probs": 5, "post_sampling_probs": True, "temperature": 1, "seed": 4, "top_k": 3}
+    body |= {"top_p": 1, "min_p": 0}
+    places = server.post("/completion", body)["completion_probabilities"]
+    plain = server.post("/completion", {**body, "post_sampling_probs": False})
+    assert [place["id"] for place in places] == [place["id"] for place in plain["completion_probabilities"]]
+    for place, model in zip(places, plain["completion_probabilities"], strict=True):
+        assert sum(each["prob"] for each in place["top_probs"]) == pytest.approx(1, abs=1e-4)
+        assert [each["id"] for each in place["top_probs"]] == [
+            each["id"] for each in model["top_logprobs"][:3]
+        ]
+        assert place["prob"] in [each["prob"] for each in place["top_probs"]]
+    greedy = server.post("/completion", {**body, "temperature": 0})["completion_probabilities"]
+    assert all([each["prob"] for each in place["top_probs"]] == [1] for place in greedy)
+    forced = server.post("/completion", {**body, "grammar": 'root ::= "seven"'})
+    assert forced["content"] == "seven"
+    assert all(0 < place["prob"] <= 1 for place in forced["completion_probabilities"])
+
+
 def test_biases_are_pairs_or_an_object(server: Server) -> None:
     first = server.post("/completion", {**BODY, "n_probs": 1})["completion_probabilities"][0]["id"]
     pairs = server.post("/completion", {**BODY, "n_probs": 1, "logit_bias": [[first, False]]})

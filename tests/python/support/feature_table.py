@@ -13,6 +13,7 @@ from pathlib import Path
 from mixedkv.server.settings import ServerSettings
 from support import TESTS
 from support.feature_cross import FEATURES, Table, pairs
+from support.llama_server.exceptions import table
 
 _HEAD = """# Features together
 
@@ -48,6 +49,15 @@ ELSEWHERE: dict[str, str] = {
     "Several models, each a process that starts on demand and leaves unused": "server/test_server_router.py",
     "Every operation on a cache with every other, and with faults": "kv/test_crossing.py",
 }
+
+_OF_LLAMA_SERVER = """
+## llama-server's own tests
+
+llama.cpp has tests of llama-server in Python. `PYTHONPATH=tests/python python -m
+support.llama_server.suite` takes them from the archive that the build fetches. It puts `mixedkv serve`
+in llama-server's place and small models in those of the Hub, and runs them, as the nightly tests do.
+Those that fail are these. Where another one fails, or one of these passes, the nightly tests fail.
+"""
 
 # What `mixedkv serve` refuses before it loads anything.
 REFUSED: tuple[dict[str, object], ...] = (
@@ -105,6 +115,8 @@ def without_models() -> Iterator[str]:
     for given in REFUSED:
         asked = " ".join(f"{name}={value}" for name, value in given.items())
         yield f"| `{asked}` | {_refusal(given)} |"
+    yield _OF_LLAMA_SERVER
+    yield from table()
     yield "\n## Tested elsewhere\n\n| what | by |\n|---|---|"
     yield from (f"| {what} | `tests/python/{name}` |" for what, name in ELSEWHERE.items())
 

@@ -361,11 +361,12 @@ class Tokenizer(TextTokenizer):
         """
         return self._constraints.compile(constraint)
 
-    def sampler(self, sampling: Sampling, matcher: Matcher | None = None) -> Sampler:
+    def sampler(self, sampling: Sampling, matcher: Matcher | None = None, *, keeps: bool = False) -> Sampler:
         """Make the sampler of one answer.
 
         Args:
             matcher: matcher of `sampling.constraint`, if it was compiled already; it is copied.
+            keeps: it tells what a choice was made from.
 
         Raises:
             ValueError: a token of logit_bias is not of this model, or the constraint cannot be followed.
@@ -375,7 +376,7 @@ class Tokenizer(TextTokenizer):
             matcher = matcher.copy()
         elif sampling.constraint is not None:
             matcher = self.matcher(sampling.constraint)
-        return Sampler(self._vocab, sampling, self.n_ctx, matcher)
+        return Sampler(self._vocab, sampling, self.n_ctx, matcher, keeps=keeps)
 
 
 def _last(tokens: list[int], n: int) -> list[int]:

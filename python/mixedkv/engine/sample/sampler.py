@@ -20,6 +20,7 @@ _DRY_LAST_N = 64  # tokens of the prompt that DRY looks at
 _MIROSTAT_M = 100  # llama.cpp's, of version 1
 _TOP = np.dtype([("token", np.int32), ("logprob", np.float64)])
 _CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])
+_LEFT = np.dtype([("id", np.int32), ("logit", np.float64), ("p", np.float64)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,15 +41,25 @@ class Sampler:
 
     Args:
         matcher: matcher of `sampling.constraint`, used by this answer alone.
+        keeps: `left` returns what the latest choice was made from.
     """
 
-    def __init__(self, vocab: Any, sampling: Sampling, n_ctx: int, matcher: Matcher | None = None) -> None:
+    def __init__(
+        self,
+        vocab: Any,
+        sampling: Sampling,
+        n_ctx: int,
+        matcher: Matcher | None = None,
+        *,
+        keeps: bool = False,
+    ) -> None:
         self._n_vocab = int(llama_cpp.llama_vocab_n_tokens(vocab))
         self.greedy = sampling.greedy  # the same logits always give the same token
         # samplers that look at the prompt's last tokens, and at how many
         self._on_prompt: list[tuple[Any, int]] = []
         self._matcher = matcher
-        self._draw = Draw(sampling) if Draw.serves(sampling) else None
+        self._draw = Draw(sampling) if Draw.serves(sampling) and not keeps else None
+        self._keeps, self._left = keeps, np.empty(0, _CANDIDATE)
         self._chain = None
         if self._draw is None:
             self._chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
@@ -132,6 +143,20 @@ class Sampler:
             return None
         return self._matcher.ahead(drafts)
 
+    def left(self, token: int, n_top: int) -> TokenLogprob:
+        """Return the log probability of the token that was just chosen, and of the likeliest ones, among
+        those that the samplers left. That of a token that was forced is 0.
+        """
+        rows = self._left[self._left["p"] > 0].astype(_LEFT)
+        rows = rows[np.argsort(-rows["p"], kind="stable")]
+        found = rows["p"][rows["id"] == token]
+        top = np.empty(min(n_top, len(rows)), _TOP)
+        top["token"], top["logprob"] = (
+            rows["id"][: len(top)],
+            np.log(rows["p"][: len(top)].astype(np.float64)),
+        )
+        return TokenLogprob(token, float(np.log(found[0])) if len(found) else 0.0, top)
+
     def close(self) -> None:
         self._matcher, self._on_prompt = None, []
         chain, self._chain = getattr(self, "_chain", None), None
@@ -163,7 +188,8 @@ class Sampler:
         never: npt.NDArray[np.int32] | None = None,
     ) -> int:
         """Choose from the logits of the batch's token `index` and remember the choice; see `choose`."""
-        if self._chain is not None and (free or self._matcher is None) and never is None:
+        native = self._chain is not None and not self._keeps
+        if native and (free or self._matcher is None) and never is None:
             return int(llama_cpp.llama_sampler_sample(self._chain, context, index))
         return self.choose(logits_row(context, index, self._n_vocab), free=free, also=also, never=never)
 
@@ -224,6 +250,8 @@ class Sampler:
         if self._draw is None:
             candidates = _Candidates(logits, tokens)
             llama_cpp.llama_sampler_apply(self._chain, candidates.pointer)
+            if self._keeps:
+                self._left = candidates.left(self.greedy)
             return candidates.selected
         return self._draw.choose(logits) if tokens is None else int(tokens[self._draw.choose(logits[tokens])])
 
@@ -241,6 +269,15 @@ class _Candidates:
             data=self.rows.ctypes.data_as(llama_cpp.llama_token_data_p), size=n, selected=-1, sorted=False
         )
         self.pointer = ctypes.pointer(self._array)
+
+    def left(self, greedy: bool) -> npt.NDArray[np.void]:
+        """Return the candidates that are left with their probabilities; of a greedy choice the chosen one."""
+        if greedy:
+            chosen: npt.NDArray[np.void] = self.rows[self.rows["id"] == self.selected].copy()
+            chosen["p"] = 1
+            return chosen
+        left: npt.NDArray[np.void] = self.rows[: self._array.size].copy()
+        return left
 
     @property
     def selected(self) -> int:

@@ -38,6 +38,8 @@ class Request:
         max_seconds: after its first token; the answer ends with the line in which they are over. None: never.
         stream: deliver text while it is generated, instead of all of it at the end.
         n_logprobs: how many of the likeliest tokens to tell with each token; None for no logprobs.
+        post_sampling: log probabilities are of what the samplers left to draw from, not of the model's own
+            distribution.
         prompt_logprobs: the same for the prompt's tokens; the whole prompt is then evaluated.
         shown: control tokens whose names are part of the answer.
         thoughts: how the model marks its thoughts; None for a model that does not think.
@@ -78,6 +80,7 @@ class Request:
     max_seconds: float | None = None
     stream: bool = False
     n_logprobs: int | None = None
+    post_sampling: bool = False
     prompt_logprobs: int | None = None
     shown: Sequence[int] = ()
     thoughts: ThoughtTags | None = None

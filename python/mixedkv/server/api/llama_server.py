@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -41,6 +42,9 @@ class LlamaServerFields(GenerationFields):
     cache_prompt: bool | None = about("False: evaluate the whole prompt, keep no rows.")
     n_probs: Annotated[int, Field(ge=0, le=1000)] | None = about(
         "So many of the likeliest tokens are told at each place."
+    )
+    post_sampling_probs: bool | None = about(
+        "n_probs are of what the samplers left to draw from, as `prob` and `top_probs`."
     )
     json_schema: dict[str, Any] | None = about("JSON Schema that the answer follows.")
     return_tokens: bool | None = about("A whole answer has its tokens; the events of a stream always have.")
@@ -190,6 +194,7 @@ def _jobs(
         max_tokens=body.most_tokens(),
         constraint=constraint_of(body, _schema(body)),
         n_logprobs=body.n_probs or None,
+        post_sampling=bool(body.post_sampling_probs and body.n_probs),
         param=param,
         images=images,
     )
@@ -238,6 +243,8 @@ class _Answer(SentAnswer):
         probabilities = {}
         if self._body.n_probs:
             entries = chat_logprobs(self._pieces, event.logprobs, ids=True)["content"]
+            if self._body.post_sampling_probs:
+                entries = [_as_probabilities(entry) for entry in entries]
             probabilities = {"completion_probabilities": entries}
         return {"index": i, "content": event.text, "tokens": [], "stop": event.last, **probabilities}
 
@@ -253,6 +260,15 @@ class _Answer(SentAnswer):
             **prompt_logprobs(self._pieces, job.answer.prompt_logprobs),
         }
         return _chosen(told, self._body.response_fields) if self._body.response_fields else told
+
+
+def _as_probabilities(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry with probabilities in place of their logarithms."""
+    out = {name: value for name, value in entry.items() if name not in ("logprob", "top_logprobs")}
+    out["prob"] = math.exp(entry["logprob"])
+    if "top_logprobs" in entry:
+        out["top_probs"] = [_as_probabilities(each) for each in entry["top_logprobs"]]
+    return out
 
 
 def _chosen(told: dict[str, Any], fields: Sequence[str]) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""llama.cpp's own tests of llama-server, run against `mixedkv serve`."""
