@@ -352,4 +352,5 @@ def test_a_stream_says_how_far_its_prompt_is(one_place: Server, path: str, body:
         assert progress[0]["total"] == 40
     processed = [each["processed"] for each in progress]
     assert processed == sorted(processed)
+    assert processed[-1] == progress[0]["total"]
     assert "prompt_progress" not in chunks[-1], "an answer came"

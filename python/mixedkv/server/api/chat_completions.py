@@ -73,7 +73,7 @@ class _Answer(OpenAIAnswer):
         roles = ({"role": "assistant", "content": "", **self._message_id(i)} for i in range(len(self._jobs)))
         return b"".join(sse(self._chunk(_choice(i, role))) for i, role in enumerate(roles))
 
-    def event(self, i: int, event: Delta | Done) -> bytes:
+    def _events(self, i: int, event: Delta | Done) -> bytes:
         if self._is_read:
             return b"".join(map(self._of_event, self._read_choices(i, event)))
         out = b""

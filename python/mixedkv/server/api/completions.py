@@ -127,7 +127,7 @@ class _Answer(OpenAIAnswer):
         texts = enumerate(map(self._echo, range(len(self._jobs))))
         return b"".join(self._template(i)(text) for i, text in texts if text)
 
-    def event(self, i: int, event: Delta | Done) -> bytes:
+    def _events(self, i: int, event: Delta | Done) -> bytes:
         text = event.text
         if self._echoes_logprobs and i not in self._echoed:
             text = self._echo(i) + text

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.embed.embedding_context import Vectors
-from mixedkv.errors import ClosedError, EngineError, ModelReadError, QueueFullError
+from mixedkv.errors import ClosedError, ContextLengthError, EngineError, ModelReadError, QueueFullError
 from mixedkv.limits import INT32_MAX
 from mixedkv.server.api.schemas import EmbeddingRequest
 from mixedkv.server.api_error import bad_request, from_engine, prompt_error, timed_out
@@ -128,7 +128,8 @@ def input_tokens(
             try:
                 tokens = server.engine.tokenizer.tokenize(item, n_ctx=n_ctx)
             except ValueError as error:
-                raise prompt_error(error, "input", f"input {i}: ") from None
+                too_large = "is too large" if isinstance(error, ContextLengthError) else "cannot be read"
+                raise prompt_error(error, "input", f"input {i} {too_large}: ") from None
         else:
             try:
                 tokens = server.engine.tokenizer.mixed(item, special=False)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from mixedkv.chunks.chunk_reuse import ChunkChoice
 from mixedkv.engine.chat.chat_template import Chat, RenderedChat
 from mixedkv.engine.constrain.constraint_text import Constraint
-from mixedkv.engine.jobs.job import Done, Job
+from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ContextLengthError
@@ -161,19 +161,39 @@ def _bad_field(error: ValueError) -> ApiError:
     return bad_request(str(error), str(error).partition(":")[0].partition("=")[0])
 
 
-def prompt_progress(job: Job) -> dict[str, Any] | None:
-    """Return llama-server's field about the prompt: its tokens, the cached and the evaluated ones. None when
-    it is done.
+class PromptProgress:
+    """Makes llama-server's field about a prompt in a stream: as time goes by, and before the answer begins. A
+    prompt that took no time is told with what was cached, and then as done.
+
+    Args:
+        wanted: whether it is asked for.
     """
-    seq = job.seq  # the engine's thread sets it
-    if job.evaluated:
-        return None
-    return {
-        "total": job.n_prompt,
-        "cache": job.n_cached or 0,
-        "processed": min(len(seq.tokens) if seq is not None else 0, job.n_prompt),
-        "time_ms": round(1000 * (time.perf_counter() - job.t_submit)),
-    }
+
+    def __init__(self, job: Job, wanted: bool | None) -> None:
+        self._job, self._wanted = job, bool(wanted)
+        self._told = -1  # tokens
+
+    def now(self) -> dict[str, Any] | None:
+        """Return the tokens of the prompt, the cached and the evaluated ones. None when it is done."""
+        seq = self._job.seq  # the engine's thread sets it
+        if self._job.evaluated or not self._wanted:
+            return None
+        return self._tell(min(len(seq.tokens) if seq is not None else 0, self._job.n_prompt))
+
+    def done(self) -> list[dict[str, Any]]:
+        """Return what is to be told before the first event of an answer."""
+        wanted, self._wanted = self._wanted, False
+        if not wanted:
+            return []
+        job = self._job
+        first = [self._tell(job.n_cached or 0)] if self._told < 0 else []
+        return [*first, self._tell(job.n_prompt)] if self._told < job.n_prompt else first
+
+    def _tell(self, n: int) -> dict[str, Any]:
+        job, self._told = self._job, n
+        at = job.t_first if job.t_first is not None and n == job.n_prompt else time.perf_counter()
+        times = round(1000 * (at - job.t_submit))
+        return {"total": job.n_prompt, "cache": job.n_cached or 0, "processed": n, "time_ms": times}
 
 
 def timings(job: Job) -> dict[str, Any]:
@@ -251,6 +271,7 @@ class OpenAIAnswer(SentAnswer):
         self._server, self._body, self._jobs = server, body, jobs
         self._n, self._pieces = body.n or 1, server.engine.detokenizer
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
+        self._progress = PromptProgress(jobs[0], body.return_progress)
         self._templates: dict[int, Template] = {}
         self._head = {
             "id": new_id(prefix),
@@ -290,9 +311,17 @@ class OpenAIAnswer(SentAnswer):
         return {"timings": timings(self._jobs[i])} if self._body.timings_per_token else {}
 
     def idle(self) -> bytes:
-        progress = prompt_progress(self._jobs[0]) if self._body.return_progress else None
-        if progress is None:
-            return PING
+        progress = self._progress.now()
+        return PING if progress is None else self._of_prompt_at(progress)
+
+    def event(self, i: int, event: Delta | Done) -> bytes:
+        return b"".join(map(self._of_prompt_at, self._progress.done())) + self._events(i, event)
+
+    def _events(self, i: int, event: Delta | Done) -> bytes:
+        """Return the events of a stream for one of an answer."""
+        raise NotImplementedError
+
+    def _of_prompt_at(self, progress: dict[str, Any]) -> bytes:
         return sse({**self._chunk(self._choice_of(0, "")), "prompt_progress": progress})
 
     def last(self) -> bytes:

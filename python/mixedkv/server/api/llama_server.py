@@ -15,10 +15,10 @@ from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.images.picture import MARK, PromptImage
 from mixedkv.server.api.generation import (
+    PromptProgress,
     cached_details,
     constraint_of,
     make_jobs,
-    prompt_progress,
     slides,
     timings,
 )
@@ -224,20 +224,25 @@ class _Answer(SentAnswer):
     ) -> None:
         self._model, self._jobs, self._texts = server.model_name, jobs, texts
         self._pieces, self._body, self._several = server.engine.detokenizer, body, several
+        self._progress = PromptProgress(jobs[0], body.return_progress)
 
     def whole(self, ends: list[Done]) -> dict[str, Any] | list[dict[str, Any]]:
         answers = [self._end(i, end) for i, end in enumerate(ends)]
         return answers if self._several else answers[0]
 
     def event(self, i: int, event: Delta | Done) -> bytes:
+        before = b"".join(map(self._of_prompt, self._progress.done()))
         if isinstance(event, Done):
-            return sse(self._end(i, event))
+            return before + sse(self._end(i, event))
         timed = {"timings": timings(self._jobs[i])} if self._body.timings_per_token else {}
-        return sse({**self._piece(i, event), "tokens": list(event.tokens), **timed})
+        return before + sse({**self._piece(i, event), "tokens": list(event.tokens), **timed})
 
     def idle(self) -> bytes:
-        progress = prompt_progress(self._jobs[0]) if self._body.return_progress else None
-        return PING if progress is None else sse({**self._piece(0, Delta("")), "prompt_progress": progress})
+        progress = self._progress.now()
+        return PING if progress is None else self._of_prompt(progress)
+
+    def _of_prompt(self, progress: dict[str, Any]) -> bytes:
+        return sse({**self._piece(0, Delta("")), "prompt_progress": progress})
 
     def _piece(self, i: int, event: Delta | Done) -> dict[str, Any]:
         probabilities = {}

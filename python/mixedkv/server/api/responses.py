@@ -18,7 +18,7 @@ from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.engine.text.answer_reader import Part, ReadAnswer
 from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import translated_jobs
-from mixedkv.server.api.generation import cached_details, prompt_progress, timings
+from mixedkv.server.api.generation import PromptProgress, cached_details, timings
 from mixedkv.server.api.kept_responses import ResponseId, find, history, keep, will_keep
 from mixedkv.server.api.schemas import (
     Metadata,
@@ -500,6 +500,7 @@ class _Answer(SentAnswer):
         self._outputs: list[_Output] = []
         self._open: tuple[str, int] | None = None  # kind and index of the last output while it grows
         self._n_events = 0
+        self._progress = PromptProgress(job, body.return_progress)
         self.id = new_id("resp")
         self._head = {
             "id": self.id,
@@ -539,7 +540,8 @@ class _Answer(SentAnswer):
     def event(self, i: int, event: Delta | Done) -> bytes:
         timed = {"timings": timings(self._job)} if self._body.timings_per_token else {}
         chunks = [chunk for part in self._new(event) for chunk in self._take(part)]
-        out = b"".join(self._sse({**each, **(timed if "delta" in each else {})}) for each in chunks)
+        out = b"".join(map(self._of_prompt, self._progress.done()))
+        out += b"".join(self._sse({**each, **(timed if "delta" in each else {})}) for each in chunks)
         if isinstance(event, Done):
             out += b"".join(map(self._sse, self._close(self._status(event))))
             response = self._response(event)
@@ -547,12 +549,12 @@ class _Answer(SentAnswer):
         return out
 
     def idle(self) -> bytes:
-        progress = prompt_progress(self._job) if self._body.return_progress else None
-        if progress is None:
-            return PING
-        return self._sse(
-            {"type": "response.in_progress", "response": self._response(None), "prompt_progress": progress}
-        )
+        progress = self._progress.now()
+        return PING if progress is None else self._of_prompt(progress)
+
+    def _of_prompt(self, progress: dict[str, Any]) -> bytes:
+        event = {"type": "response.in_progress", "response": self._response(None)}
+        return self._sse({**event, "prompt_progress": progress})
 
     def failed(self, error: ApiError) -> bytes:
         about = error.body()["error"]

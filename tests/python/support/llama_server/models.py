@@ -17,7 +17,7 @@ from support.tools.random_model import RandomModel
 from support.zoo import SHAPES, encoder
 from support.zoo.projector import write_projector
 
-_N_EMBEDDED = 512  # tokens, as bge-small has
+_N_EMBEDDED = 1024  # tokens, twice as many as bge-small has: its tokens are words
 _CONSTANT = 4.0  # of the first element of each vector, which no layer changes
 _AGAINST = -16.0  # of that element in the output rows of tokens that are not to be chosen
 

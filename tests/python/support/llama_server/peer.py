@@ -22,9 +22,10 @@ _MODELS = Path(os.environ["LLAMA_SERVER_MODELS"])
 _LLAMA_CPP = Path(os.environ["LLAMA_CPP"])
 _SITE = 9099  # port of what has the images
 _SAME = (  # options that are written alike
-    *("--port", "--host", "--batch-size", "--ubatch-size", "--ctx-size", "--parallel", "-ctk", "-ctv"),
+    *("--port", "--host", "--ctx-size", "--parallel", "-ctk", "-ctv"),
     *("--alias", "--api-key", "--n-gpu-layers", "--reasoning", "--chat-template-kwargs"),
 )
+_LEAST_BATCH = 32  # which is refused below
 _SWITCHES = ("--jinja", "--swa-full")
 _WITHOUT_VALUE = (  # that say nothing here, or nothing that `mixedkv serve` could do
     *("--offline", "--cont-batching", "--reranking", "--metrics", "--kv-unified", "--slots", "--no-slots"),
@@ -104,7 +105,9 @@ def _command(server: Any, words: list[str]) -> list[str]:
             left_out.append(word)
         else:
             value = words.pop(0) if words else ""
-            if word in _SAME:
+            if word in ("--batch-size", "--ubatch-size"):
+                out += [word, str(max(_LEAST_BATCH, int(value)))]
+            elif word in _SAME:
                 out += [word, value]
             elif word in ("--temp", "--seed"):
                 sampling.append(f"{'temperature' if word == '--temp' else 'seed'}={value}")
