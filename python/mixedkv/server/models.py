@@ -27,7 +27,7 @@ from mixedkv.native.chat_formats import find_format
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.settings import ServerSettings
 
-_NAMED = re.compile(r"([A-Za-z0-9][\w.:@~+-]{0,255})=(.+)", re.ASCII | re.DOTALL)
+_NAMED = re.compile(r"([A-Za-z0-9][\w.:@~+/-]{0,255})=(.+)", re.ASCII | re.DOTALL)
 _SCALED = re.compile(r"(.+)@(-?\d{1,9}(?:\.\d{1,9})?)", re.ASCII | re.DOTALL)
 
 

@@ -131,6 +131,7 @@ def test_an_adapter_is_chosen_as_llama_server_does(server: Server) -> None:
         ("models/Qwen2.5-Coder-0.5B.Q8_0.gguf", "Qwen2.5-Coder-0.5B.Q8_0"),
         ("models/phi-3.5", "phi-3.5"),
         ("mine=models/phi-3.5.gguf", "mine"),
+        ("ggml-org/Qwen2.5-GGUF:Q8_0=models/phi-3.5.gguf", "ggml-org/Qwen2.5-GGUF:Q8_0"),
     ],
 )
 def test_a_name_keeps_its_dots(monkeypatch: pytest.MonkeyPatch, given: str, name: str) -> None:

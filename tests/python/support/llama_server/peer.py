@@ -20,7 +20,6 @@ from support.prefork import Forked
 
 _MODELS = Path(os.environ["LLAMA_SERVER_MODELS"])
 _LLAMA_CPP = Path(os.environ["LLAMA_CPP"])
-_SITE = 9099  # port of what has the images
 _SAME = (  # options that are written alike
     *("--port", "--host", "--ctx-size", "--parallel", "-ctk", "-ctv"),
     *("--alias", "--api-key", "--n-gpu-layers", "--reasoning", "--chat-template-kwargs"),
@@ -123,7 +122,7 @@ def _command(server: Any, words: list[str]) -> list[str]:
 
 def _models(server: Any, named: Mapping[str, str], sees: bool) -> list[str]:
     if not (named or server.model_file):
-        pairs = (f"{name.replace('/', '--')}={_MODELS / file}" for name, file in _ROUTED.items())
+        pairs = (f"{name}={_MODELS / file}" for name, file in _ROUTED.items())
         return [word for pair in pairs for word in ("-m", pair)]
     name = " ".join(named.values())
     kinds = {"bert-bge": "bert.gguf", "jina-reranker": "ranker.gguf", "infill": "fim.gguf"}
@@ -150,18 +149,21 @@ def file_of(url: str) -> str:
     raise LookupError(f"nothing stands for {url}")
 
 
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+_SITE = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(_Quiet, directory=str(_MODELS)))
+URL = f"http://127.0.0.1:{_SITE.server_port}"  # where the images are
+
+
 @contextmanager
 def site() -> Iterator[None]:
     """Serve the images of tests."""
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    handler = functools.partial(Quiet, directory=str(_MODELS))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", _SITE), handler) as httpd:
-        threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    with _SITE:
+        threading.Thread(target=_SITE.serve_forever, daemon=True).start()
         try:
             yield
         finally:
-            httpd.shutdown()
+            _SITE.shutdown()
