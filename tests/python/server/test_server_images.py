@@ -132,6 +132,25 @@ def test_what_is_refused(server: Server, body: dict[str, Any], says: str) -> Non
     assert answer["error"]["param"]
 
 
+def test_images_in_a_prompt_of_llama_server(server: Server) -> None:
+    chat = asking("What is this?", part(png()))
+    text = server.post("/apply-template", asking("What is this?<__media__>"))["prompt"]
+    file = base64.b64encode(png()).decode()
+    prompt = {"prompt_string": text, "multimodal_data": [file]}
+    answer = server.post("/completion", {"prompt": prompt, "n_predict": 8, "temperature": 0})
+    said = server.post(CHAT, chat)
+    assert answer["content"] == said["choices"][0]["message"]["content"]
+    assert answer["tokens_evaluated"] == said["usage"]["prompt_tokens"]
+    assert server.post(f"{CHAT}/input_tokens", chat)["input_tokens"] == said["usage"]["prompt_tokens"]
+    for wrong in (
+        {**prompt, "prompt_string": "no place"},
+        {**prompt, "multimodal_data": ["not Base64"]},
+        {**prompt, "multimodal_data": [base64.b64encode(b"no image").decode()]},
+        [prompt, "another"],
+    ):
+        assert server.status("POST", "/completion", {"prompt": wrong}) == 400
+
+
 def test_what_is_kept_has_no_images(server: Server) -> None:
     content = [{"type": "input_image", "image_url": data_url(png())}]
     body = {"input": [{"role": "user", "content": content}], "store": True}

@@ -191,7 +191,7 @@ class PromptProgress:
 
     def _tell(self, n: int) -> dict[str, Any]:
         job, self._told = self._job, n
-        at = job.t_first if job.t_first is not None and n == job.n_prompt else time.perf_counter()
+        at = job.t_first if job.t_first is not None else time.perf_counter()
         times = round(1000 * (at - job.t_submit))
         return {"total": job.n_prompt, "cache": job.n_cached or 0, "processed": n, "time_ms": times}
 
@@ -214,11 +214,12 @@ def timings(job: Job) -> dict[str, Any]:
 
 
 def _rate(name: str, n: int, n_steps: int, seconds: float) -> dict[str, Any]:
+    milliseconds = round(1e3 * seconds, 3)
     return {
         f"{name}_n": n,
-        f"{name}_ms": round(1e3 * seconds, 3),
-        f"{name}_per_token_ms": round(1e3 * seconds / n_steps, 3) if n_steps else 0.0,
-        f"{name}_per_second": round(n_steps / max(seconds, 1e-6), 3),
+        f"{name}_ms": milliseconds,
+        f"{name}_per_token_ms": milliseconds / n_steps if n_steps else 0.0,
+        f"{name}_per_second": 1e3 * n_steps / max(milliseconds, 1e-3),
     }
 
 
@@ -322,7 +323,8 @@ class OpenAIAnswer(SentAnswer):
         raise NotImplementedError
 
     def _of_prompt_at(self, progress: dict[str, Any]) -> bytes:
-        return sse({**self._chunk(self._choice_of(0, "")), "prompt_progress": progress})
+        chunk = self._chunk(self._choice_of(0, ""))
+        return sse({**chunk, "prompt_progress": progress, **self._timings()})
 
     def last(self) -> bytes:
         if not self._include_usage:

@@ -234,15 +234,18 @@ class _Answer(SentAnswer):
         before = b"".join(map(self._of_prompt, self._progress.done()))
         if isinstance(event, Done):
             return before + sse(self._end(i, event))
-        timed = {"timings": timings(self._jobs[i])} if self._body.timings_per_token else {}
-        return before + sse({**self._piece(i, event), "tokens": list(event.tokens), **timed})
+        return before + sse({**self._piece(i, event), "tokens": list(event.tokens), **self._timed(i)})
 
     def idle(self) -> bytes:
         progress = self._progress.now()
         return PING if progress is None else self._of_prompt(progress)
 
     def _of_prompt(self, progress: dict[str, Any]) -> bytes:
-        return sse({**self._piece(0, Delta("")), "prompt_progress": progress})
+        return sse({**self._piece(0, Delta("")), "prompt_progress": progress, **self._timed(0)})
+
+    def _timed(self, i: int) -> dict[str, Any]:
+        """Return the field about speed where it is asked for."""
+        return {"timings": timings(self._jobs[i])} if self._body.timings_per_token else {}
 
     def _piece(self, i: int, event: Delta | Done) -> dict[str, Any]:
         probabilities = {}

@@ -53,7 +53,129 @@ FILES = (
     "test_vision_api",
 )
 
-EXCEPTIONS: tuple[Known, ...] = ()
+EXCEPTIONS: tuple[Known, ...] = (
+    Known(
+        "absent",
+        "Slots, and saving one by its number: `/v1/stats` lists sequences, `--store` finds prompts by tokens",
+        (
+            "test_basic::test_server_slots",
+            "test_completion::test_cancel_request",
+            "test_kv_keep_only_active::*",
+            "test_slot_save::*",
+        ),
+    ),
+    Known(
+        "absent",
+        "Tools, MCP servers and a proxy that act on the server's machine",
+        (
+            "test_mcp_servers::*",
+            "test_proxy::*",
+            "test_security::test_cors_origins_defaults_to_localhost_with_tools_enabled",
+            "test_security::test_cors_proxy_only_forwards_explicit_proxy_headers",
+            "test_tools_builtin::*",
+        ),
+    ),
+    Known(
+        "absent",
+        "Commands to load, unload, download and delete models, and states of them: requests load models, and "
+        "`--keep-alive` unloads them",
+        ("test_router::*",),
+    ),
+    Known("absent", "Streams that are resumed after the client has gone", ("test_stream::*",)),
+    Known("absent", "Google's form of a request, `/predict`", ("test_compat_gcp::*",)),
+    Known(
+        "absent",
+        "A server that sleeps with its process: `--keep-alive` ends the model's process, and its metrics with it",
+        ("test_sleep::*",),
+    ),
+    Known("absent", "Several addresses at once", ("test_basic::test_server_multiple_addresses",)),
+    Known(
+        "absent",
+        "A server without its page, and a page that is installed as an app",
+        (
+            "test_basic::test_no_ui",
+            "test_security::test_access_static_assets_without_api_key",
+        ),
+    ),
+    Known(
+        "absent",
+        "Files of the server's machine as images",
+        (
+            "test_security::test_local_media_file[../../../tools-file://mtmd/test-1.jpeg-True]",
+            "test_security::test_local_media_file[../../../tools-file:////mtmd//test-1.jpeg-True]",
+        ),
+    ),
+    Known(
+        "absent",
+        "A vector for each token of an input (`--pooling none`)",
+        (
+            "test_embedding::test_embedding_pooling_none",
+            "test_embedding::test_embedding_pooling_none_oai",
+        ),
+    ),
+    Known("differs", "Metrics have names of their own, and are always there", ("test_metrics::*",)),
+    Known(
+        "differs",
+        "An adapter is a model with one strength, which `lora` in a request chooses; it is not set for all",
+        ("test_lora::*",),
+    ),
+    Known(
+        "differs",
+        "CORS: with keys pages of every site may call (`*`), without cookies; without keys other sites get a 403 "
+        "that names `--allow`",
+        ("test_security::test_cors_options*", "test_security::test_cors_origins_localhost_*"),
+    ),
+    Known(
+        "differs",
+        "`/completions` without `/v1` is OpenAI's, for clients that leave `/v1` out; llama-server's form is "
+        "`/completion`",
+        (
+            "test_security::test_correct_api_key",
+            "test_security::test_correct_api_key_anthropic_header",
+        ),
+    ),
+    Known(
+        "differs",
+        "A name with commas is one name: a server of one model answers to any, and `NAME=FILE` serves a file again",
+        ("test_basic::test_server_model_aliases_and_tags",),
+    ),
+    Known(
+        "differs",
+        "`ignore_eos`, as in vLLM: a token that would end the answer may come, and does not end it",
+        ("test_ignore_eos::test_ignore_eos_populates_logit_bias",),
+    ),
+    Known(
+        "differs",
+        "Progress of a prompt is told twice a second, not for each batch",
+        ("test_chat_completion::test_return_progress[64-4-False]",),
+    ),
+    Known(
+        "differs",
+        "Empty inputs are refused, as in OpenAI's and Anthropic's APIs",
+        (
+            "test_compat_anthropic::test_anthropic_empty_messages",
+            "test_embedding::test_embedding_mixed_input[-False]",
+        ),
+    ),
+    Known(
+        "differs",
+        "What the model cannot see is the client's mistake, a 400",
+        (
+            "test_compat_anthropic::test_anthropic_tool_result_with_image",
+            "test_compat_anthropic::test_anthropic_vision_format_accepted",
+        ),
+    ),
+    Known(
+        "differs",
+        "Two assistant messages at the end are the template's business",
+        ("test_chat_completion::test_invalid_chat_completion_req[messages7]",),
+    ),
+    Known(
+        "differs",
+        "The model in place of that of the Hub has random weights, and knows nothing",
+        ("test_rerank::test_rerank", "test_rerank::test_rerank_tei_format"),
+    ),
+)
 
 
 def matches(name: str, test: str) -> bool:
