@@ -25,7 +25,12 @@ _SAME = (  # options that are written alike
     *("--alias", "--api-key", "--n-gpu-layers", "--reasoning", "--chat-template-kwargs"),
 )
 _LEAST_BATCH = 32  # which is refused below
-_SWITCHES = ("--jinja", "--swa-full")
+_SWITCHES = {
+    "--jinja": ["--jinja"],
+    "--swa-full": ["--swa-full"],
+    "--embedding": ["--embeddings"],
+    "--context-shift": ["--overflow", "slide"],
+}
 _WITHOUT_VALUE = (  # that say nothing here, or nothing that `mixedkv serve` could do
     *("--offline", "--cont-batching", "--reranking", "--metrics", "--kv-unified", "--slots", "--no-slots"),
     *("--no-jinja", "--verbose", "--backend_sampling", "--no-ui", "--no-models-autoload", "--no-mmproj"),
@@ -98,8 +103,8 @@ def _command(server: Any, words: list[str]) -> list[str]:
     left_out: list[str] = []
     while words:
         word = words.pop(0)
-        if word in _SWITCHES or word == "--embedding":
-            out.append("--embeddings" if word == "--embedding" else word)
+        if word in _SWITCHES:
+            out += _SWITCHES[word]
         elif word in _WITHOUT_VALUE:
             left_out.append(word)
         else:
