@@ -13,7 +13,6 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from prometheus_client import start_http_server
 
 from mixedkv._signals import remember_hangups
 from mixedkv.doors.keys import Keys
@@ -25,6 +24,7 @@ from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.sizes import parse_duration
 from mixedkv.split import wire
+from mixedkv.split.metrics_door import serve_metrics
 from mixedkv.split.parts import BODY, ModelPart, read_part
 from mixedkv.split.service import SplitService
 from mixedkv.split.sessions import KeptSessions, Sessions
@@ -39,6 +39,8 @@ _OPTIONS = [
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    # and who never begins to speak: gRPC's own two minutes would hold a file for each
+    ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.so_reuseport", 0),  # a port that is taken is an error
 ]
 
@@ -56,11 +58,8 @@ def serve(settings: SplitSettings) -> None:
     keys = Keys.load(settings.api_key_file) if settings.api_key_file else Keys()
     credentials = read_credentials(settings)
     metrics = Metrics(by_tenant=bool(keys))
-    with open_engine(settings, keys, metrics) as engine:
-        if settings.metrics_port:
-            start_http_server(settings.metrics_port, settings.host, metrics.registry)
-        with reloading_at_hangup(lambda: _reload(keys)):
-            asyncio.run(_serve(settings, engine, part, keys, credentials))
+    with open_engine(settings, keys, metrics) as engine, reloading_at_hangup(lambda: _reload(keys)):
+        asyncio.run(_serve(settings, engine, part, keys, credentials, metrics))
 
 
 def _reload(keys: Keys) -> None:
@@ -157,15 +156,21 @@ async def _serve(
     part: ModelPart,
     keys: Keys,
     credentials: grpc.ServerCredentials | None,
+    metrics: Metrics,
 ) -> None:
-    server, port = await start(settings, engine, part, keys, credentials)
     over, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in ENDING:
-        signal.signal(number, lambda *_: loop.call_soon_threadsafe(over.set))
-    print(f"mixedkv split: serving {Path(settings.body).name} on {settings.host}:{port}", file=sys.stderr)
-    await over.wait()
-    ignore_ends()  # what is kept is written after this, which a second signal must not cut off
-    await server.stop(settings.drain_timeout)
+    async with contextlib.AsyncExitStack() as stack:
+        if settings.metrics_port:
+            door = serve_metrics(settings.host, settings.metrics_port, metrics.registry)
+            await stack.enter_async_context(door)
+        server, port = await start(settings, engine, part, keys, credentials)
+        for number in ENDING:
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(over.set))
+        name = Path(settings.body).name
+        print(f"mixedkv split: serving {name} on {settings.host}:{port}", file=sys.stderr)
+        await over.wait()
+        ignore_ends()  # what is kept is written after this, which a second signal must not cut off
+        await server.stop(settings.drain_timeout)
 
 
 def read_credentials(settings: SplitSettings) -> grpc.ServerCredentials | None:

@@ -105,6 +105,10 @@ class SplitService:
             tenant = self._tenant(context)
             with self._stream(tenant):
                 while (message := await self._next(context)) is not None:
+                    if self._tenant(context) != tenant:  # it raises if the key was removed meanwhile
+                        raise _RefusedError(
+                            grpc.StatusCode.UNAUTHENTICATED, "the key is another tenant's now"
+                        )
                     yield await self._step(tenant, message)
 
     async def Keep(self, request: pb.KeepRequest, context: _Context) -> pb.KeepReply:  # noqa: N802

@@ -21,7 +21,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from mixedkv.doors.keys import Keys
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import wire
-from mixedkv.split.client import SplitClient, tls
+from mixedkv.split.client import SplitClient, SplitServerError, tls
 from mixedkv.split.export import Exported
 from mixedkv.split.head import Head
 from mixedkv.split.server import read_credentials
@@ -206,3 +206,21 @@ def test_its_settings_come_from_the_environment_too(tmp_path: Path) -> None:
     assert (settings.port, settings.n_ctx, settings.n_seq) == (7, 8192, 32)
     with pytest.raises(ValueError, match="client_ca asks clients for certificates"):
         SplitSettings(body="b.gguf", client_ca="ca.pem")
+
+
+def test_a_stream_of_a_key_that_is_removed_ends(parts: Exported, head: Head, tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"anna:{_KEY}\n")
+    path.chmod(0o600)
+    keys = Keys.load(str(path))
+    with (
+        split_support.running(parts.body, keys=keys) as server,
+        SplitClient(head, server.address, key=_KEY) as client,
+        client.session() as session,
+    ):
+        stream = session.generate("The lamp", max_tokens=200, temperature=0)
+        next(stream)
+        path.write_text("ben:another-key-0123456789\n")
+        keys.reload()
+        with pytest.raises(SplitServerError, match="key"):
+            list(stream)
