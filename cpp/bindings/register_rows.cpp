@@ -99,19 +99,35 @@ static py::array_t<uint8_t> get_truth(uintptr_t ctx, int32_t seq, int32_t p0, co
     return res;
 }
 
-static uint64_t get_past(uintptr_t ctx, int32_t seq, int32_t p0) {
-    uint64_t res = 0;
-    check(mixedkv_get_past(pointer<llama_context>(ctx), seq, p0, &res));
+static py::array_t<uint64_t> get_past(uintptr_t ctx, int32_t seq, int32_t p0, uint32_t n) {
+    py::array_t<uint64_t> res(n);
+    check(mixedkv_get_past(pointer<llama_context>(ctx), seq, p0, n, res.mutable_data()));
     return res;
+}
+
+static std::string get_setting(uintptr_t ctx, int32_t seq, int32_t p) {
+    const char *   res = "";
+    mixedkv_status status;
+    {
+        py::gil_scoped_release release; // it may wait for a thread that wants it
+        status = mixedkv_get_setting(pointer<llama_context>(ctx), seq, p, &res);
+    }
+    check(status);
+    return res;
+}
+
+static void name_model(uintptr_t ctx, const std::string & name) {
+    check(mixedkv_name_model(pointer<llama_context>(ctx), name.c_str()));
 }
 
 static uint64_t extend_past(uint64_t past, const token_array & tokens) {
     return mixedkv_extend_past(past, tokens.data(), uint32_t(tokens.size()));
 }
 
-static void set_truth(uintptr_t ctx, int32_t seq, int32_t p0, uint64_t past, const token_array & tokens, int truth) {
+static void set_truth(uintptr_t ctx, int32_t seq, int32_t p0, uint64_t past, const token_array & tokens, int truth,
+                      const std::string & setting) {
     check(mixedkv_set_truth(pointer<llama_context>(ctx), seq, p0, past, tokens.data(), uint32_t(tokens.size()),
-                            static_cast<mixedkv_truth>(truth)));
+                            static_cast<mixedkv_truth>(truth), setting.c_str()));
 }
 
 static void limit_truth(uintptr_t ctx, int32_t seq, int32_t p0, int32_t p1, int truth) {
@@ -123,9 +139,11 @@ void register_rows(py::module_ & m) {
     m.def("check_rows", [](uintptr_t ctx) { check(mixedkv_check_rows(pointer<llama_context>(ctx))); }, "ctx"_a);
     m.def("count_computed", &count_computed, "ctx"_a, "seq"_a, "p0"_a, "tokens"_a);
     m.def("get_truth", &get_truth, "ctx"_a, "seq"_a, "p0"_a, "tokens"_a);
-    m.def("get_past", &get_past, "ctx"_a, "seq"_a, "p0"_a);
+    m.def("get_past", &get_past, "ctx"_a, "seq"_a, "p0"_a, "n"_a);
+    m.def("get_setting", &get_setting, "ctx"_a, "seq"_a, "p"_a);
+    m.def("name_model", &name_model, "ctx"_a, "name"_a);
     m.def("extend_past", &extend_past, "past"_a, "tokens"_a);
-    m.def("set_truth", &set_truth, "ctx"_a, "seq"_a, "p0"_a, "past"_a, "tokens"_a, "truth"_a);
+    m.def("set_truth", &set_truth, "ctx"_a, "seq"_a, "p0"_a, "past"_a, "tokens"_a, "truth"_a, "setting"_a);
     m.def("limit_truth", &limit_truth, "ctx"_a, "seq"_a, "p0"_a, "p1"_a, "truth"_a);
     m.def("refused", [](uintptr_t ctx) { return mixedkv_refused(pointer<llama_context>(ctx)); }, "ctx"_a);
     m.def("read_tiers", &read_tiers, "ctx"_a, "il"_a, "seq"_a, "p0"_a, "p1"_a);

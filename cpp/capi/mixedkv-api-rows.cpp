@@ -20,6 +20,38 @@ void settle(llama_context * ctx) {
     ctx->synchronize();
 }
 
+// what rows are, seen from the setting that the next tokens are computed under
+llama_kv_truth & get_truth(llama_context * ctx) {
+    ctx->hooks.truth.use_setting(ctx->hooks.setting.get(*ctx));
+    return ctx->hooks.truth;
+}
+
+// any thread may ask: while another one evaluates, it is what that evaluates under
+std::string get_present_setting(llama_context * ctx) {
+    auto & setting = ctx->hooks.setting;
+
+    std::unique_lock<std::recursive_mutex> inside(ctx->hooks.busy, std::try_to_lock);
+    const std::string                      latest = inside ? "" : setting.get_latest();
+    if (!latest.empty()) {
+        return latest;
+    }
+    if (!inside) {
+        inside.lock();
+    }
+
+    return setting.get_text(setting.get(*ctx));
+}
+
+std::string get_row_setting(llama_context * ctx, int32_t seq_id, int32_t p) {
+    const auto inside = enter(ctx, false);
+    if (llama_kv_mixed_caches(ctx->get_memory()).empty()) {
+        return "";
+    }
+    check_seq(ctx, seq_id);
+
+    return ctx->hooks.setting.get_text(get_truth(ctx).get_setting(ctx->get_memory(), seq_id, p));
+}
+
 // The next decode turns K of all cells in one pass, however many blocks came before it. That can wait where this
 // library sees to it that K is turned before it is saved, and where no copy between streams is pending.
 bool can_turn_later(llama_context * ctx) {
@@ -129,7 +161,7 @@ mixedkv_status mixedkv_count_computed(llama_context * ctx, int32_t seq_id, int32
         if (!llama_kv_mixed_caches(ctx->get_memory()).empty()) {
             check_seq(ctx, seq_id);
             settle(ctx);
-            *out = ctx->hooks.truth.count_computed(ctx->get_memory(), seq_id, p0, tokens, n);
+            *out = get_truth(ctx).count_computed(ctx->get_memory(), seq_id, p0, tokens, n);
         }
     });
 }
@@ -143,7 +175,7 @@ mixedkv_status mixedkv_get_truth(llama_context * ctx, int32_t seq_id, int32_t p0
         if (!llama_kv_mixed_caches(ctx->get_memory()).empty()) {
             check_seq(ctx, seq_id);
             settle(ctx);
-            const auto truth = ctx->hooks.truth.ask(ctx->get_memory(), seq_id, p0, tokens, n);
+            const auto truth = get_truth(ctx).ask(ctx->get_memory(), seq_id, p0, tokens, n);
             std::copy(truth.begin(), truth.end(), out);
         }
     });
@@ -153,14 +185,17 @@ static void check_truth(mixedkv_truth truth) {
     require(uint32_t(truth) <= MIXEDKV_DOUBTED, MIXEDKV_INVALID, "truth is none of mixedkv_truth");
 }
 
-mixedkv_status mixedkv_get_past(llama_context * ctx, int32_t seq_id, int32_t p0, uint64_t * out) {
+mixedkv_status mixedkv_get_past(llama_context * ctx, int32_t seq_id, int32_t p0, uint32_t n, uint64_t * out) {
     return guarded(ctx, [&] {
-        require(out && p0 >= 0, MIXEDKV_INVALID, "out is NULL, or p0 is negative");
-        *out = 0;
+        require((out || n == 0) && p0 >= 0 && n <= uint32_t(INT32_MAX - p0), MIXEDKV_INVALID,
+                "out is NULL, or p0 is negative, or too many positions follow it");
+        std::fill_n(out, n, 0);
         if (!llama_kv_mixed_caches(ctx->get_memory()).empty()) {
             check_seq(ctx, seq_id);
             settle(ctx);
-            *out = ctx->hooks.truth.get_past(ctx->get_memory(), seq_id, p0);
+            for (uint32_t i = 0; i < n; ++i) {
+                out[i] = ctx->hooks.truth.get_past(ctx->get_memory(), seq_id, p0 + int32_t(i));
+            }
         }
     });
 }
@@ -173,13 +208,15 @@ uint64_t mixedkv_extend_past(uint64_t past, const llama_token * tokens, uint32_t
 }
 
 mixedkv_status mixedkv_set_truth(llama_context * ctx, int32_t seq_id, int32_t p0, uint64_t past,
-                                 const llama_token * tokens, uint32_t n, mixedkv_truth truth) {
+                                 const llama_token * tokens, uint32_t n, mixedkv_truth truth, const char * setting) {
     return guarded(ctx, [&] {
         require(p0 >= 0 && (tokens || n == 0), MIXEDKV_INVALID, "tokens is NULL, or p0 is negative");
         check_truth(truth);
         if (!llama_kv_mixed_caches(ctx->get_memory()).empty()) {
             check_seq(ctx, seq_id);
-            ctx->hooks.truth.say(ctx->get_memory(), seq_id, p0, past, tokens, n, truth);
+            auto &         known  = get_truth(ctx);
+            const uint32_t number = setting ? ctx->hooks.setting.find_or_add(setting) : 0;
+            known.say(ctx->get_memory(), seq_id, p0, past, tokens, n, truth, number);
         }
     });
 }
@@ -192,6 +229,22 @@ mixedkv_status mixedkv_limit_truth(llama_context * ctx, int32_t seq_id, int32_t 
             check_seq(ctx, seq_id);
             ctx->hooks.truth.limit(ctx->get_memory(), seq_id, p0, p1, truth);
         }
+    });
+}
+
+mixedkv_status mixedkv_name_model(llama_context * ctx, const char * name) {
+    return guarded([&] {
+        require(ctx && name, MIXEDKV_INVALID, "ctx or name is NULL");
+        ctx->hooks.setting.name_model(name);
+    });
+}
+
+mixedkv_status mixedkv_get_setting(llama_context * ctx, int32_t seq_id, int32_t p, const char ** out) {
+    return guarded([&] {
+        require(ctx && out, MIXEDKV_INVALID, "ctx or out is NULL");
+
+        static thread_local std::string text;
+        *out = (text = p < 0 ? get_present_setting(ctx) : get_row_setting(ctx, seq_id, p)).c_str();
     });
 }
 

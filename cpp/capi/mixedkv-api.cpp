@@ -348,20 +348,14 @@ mixedkv_status mixedkv_set_window(llama_context * ctx, uint32_t threshold, uint3
         const std::string         problem = window_problem(ctx, window);
         require(problem.empty(), MIXEDKV_INVALID, problem);
 
-        const auto   caches = get_own_caches(ctx);
-        const auto & rule   = caches.front()->get_hot().get_slots().get_window();
-        const bool   same =
-            rule.threshold == threshold && rule.group_size == group_size && rule.sink_tokens == sink_tokens;
-
+        const auto caches = get_own_caches(ctx);
         for (auto * kv : caches) {
             kv->make_room(window);
         }
         for (auto * kv : caches) {
             kv->get_hot().set_window(window);
         }
-        for (uint32_t s = 0; !same && s < llama_n_seq_max(ctx); ++s) { // they were computed under another
-            ctx->hooks.truth.limit(ctx->get_memory(), int32_t(s), 0, -1, MIXEDKV_APPROXIMATE);
-        }
+        ctx->hooks.setting.touch(); // what is there was computed under another
     });
 }
 

@@ -211,15 +211,12 @@ class Llama(GuardedLlama):
         self._asked = {"stream_layers": stream_layers, "memory": memory, "stream_mode": stream_mode}
         # what is loaded now: KV is kept under the file's name, which another file may take meanwhile
         self._model_stamp = file_stamp(path)
-        lora_path = kwargs.get("lora_path")
-        self._lora_stamp = file_stamp(lora_path) if lora_path else None
-        if lora_path:
+        if lora_path := kwargs.get("lora_path"):
             check_adapter(lora_path)
         self._check_weights(weights, path, kwargs)
         self._kv = KVCache(self, self._setting, weakref.WeakMethod(self._check_evaluation), self.busy)
         self._loading: _core.Loading | None = _core.Loading(progress)
         self._n_asked = 0
-        self._rotation_disabled = _llama_cpp.rotation_disabled()  # read while the context is made
         self._n_ctx_asked = int(choice.n_ctx)
         n_streams = 1 if kv_unified or embedding else self._n_seq_max
         assertions = _core.Assertions()
@@ -280,11 +277,6 @@ class Llama(GuardedLlama):
     def streaming(self) -> Streaming | None:
         """Streaming of the layers that are read for each pass; None if that was not asked for."""
         return self._streaming
-
-    @property
-    def rotation_disabled(self) -> bool:
-        """True if the environment told llama.cpp not to rotate quantised rows (LLAMA_ATTN_ROT_DISABLE)."""
-        return self._rotation_disabled
 
     @property
     def n_ctx_asked(self) -> int:

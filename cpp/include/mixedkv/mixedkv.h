@@ -114,7 +114,8 @@ struct mixedkv_seq_info {
 // What a row is, from best to worst. A token is at most as good as the worst that it attended to.
 enum mixedkv_truth {
     MIXEDKV_COMPUTED    = 0, // as evaluating its tokens from the first one gives it
-    MIXEDKV_APPROXIMATE = 1, // moved, converted, or behind rows that were not read in F16 as they should have been
+    MIXEDKV_APPROXIMATE = 1, // moved, converted, computed under another setting than the present, or behind rows that
+                             // were not read in F16 as they should have been
     MIXEDKV_INCOMPLETE  = 2, // tokens before it were missing
     MIXEDKV_FOREIGN     = 3, // another program made it
     MIXEDKV_DOUBTED     = 4, // nothing is known of it: from a state, or a block that does not say
@@ -231,16 +232,32 @@ LLAMA_API enum mixedkv_status mixedkv_count_computed(struct llama_context * ctx,
 LLAMA_API enum mixedkv_status mixedkv_get_truth(struct llama_context * ctx, int32_t seq_id, int32_t p0,
                                                 const llama_token * tokens, uint32_t n, enum mixedkv_truth * out);
 
-// A hash of the tokens of a sequence's rows before p0: what rows from there on are computed from. 0: there are none.
-LLAMA_API enum mixedkv_status mixedkv_get_past(struct llama_context * ctx, int32_t seq_id, int32_t p0, uint64_t * out);
+// Hashes of the tokens of a sequence's rows before p0, before p0 + 1 and so on, n of them: what rows from there on are
+// computed from. 0: there are none.
+LLAMA_API enum mixedkv_status mixedkv_get_past(struct llama_context * ctx, int32_t seq_id, int32_t p0, uint32_t n,
+                                               uint64_t * out);
 
 // The same behind n more tokens.
 LLAMA_API uint64_t mixedkv_extend_past(uint64_t past, const llama_token * tokens, uint32_t n);
 
-// Says what rows of a sequence at [p0, p0 + n) are, of which tokens, and behind which past they were computed: rows
-// that came from outside are MIXEDKV_DOUBTED until then. Behind another past they are MIXEDKV_APPROXIMATE at best.
+// Says what rows of a sequence at [p0, p0 + n) are, of which tokens, under which setting and behind which past they
+// were computed: rows that came from outside are MIXEDKV_DOUBTED until then. Behind another past, and under another
+// setting than the present one, they are MIXEDKV_APPROXIMATE at best. setting: of mixedkv_get_setting(); NULL: it is
+// not known.
 LLAMA_API enum mixedkv_status mixedkv_set_truth(struct llama_context * ctx, int32_t seq_id, int32_t p0, uint64_t past,
-                                                const llama_token * tokens, uint32_t n, enum mixedkv_truth truth);
+                                                const llama_token * tokens, uint32_t n, enum mixedkv_truth truth,
+                                                const char * setting);
+
+// How rows are computed: a text of all that shapes them besides their tokens, as adapters, RoPE, types of rows, window
+// and kind of attention are now. Rows of two contexts are the same, but for rounding, where their texts are. p < 0: of
+// rows computed next, which any thread may ask; otherwise of the row of a sequence at p, "" where nobody says. Valid
+// until this thread's next call.
+LLAMA_API enum mixedkv_status mixedkv_get_setting(struct llama_context * ctx, int32_t seq_id, int32_t p,
+                                                  const char ** out);
+
+// What the text begins with: a name for the model's weights and metadata, as a hash of its file. Without it, rows of
+// different models are told apart by the caller alone. Give it before rows come in or leave.
+LLAMA_API enum mixedkv_status mixedkv_name_model(struct llama_context * ctx, const char * name);
 
 // Rows of a sequence at [p0, p1) are no better than this; p1 < 0 means the end.
 LLAMA_API enum mixedkv_status mixedkv_limit_truth(struct llama_context * ctx, int32_t seq_id, int32_t p0, int32_t p1,
@@ -265,9 +282,10 @@ LLAMA_API enum mixedkv_status mixedkv_get_scales(struct llama_context * ctx, int
 // layers, and in how many layers what is kept is not the same.
 LLAMA_API enum mixedkv_status mixedkv_check_pages(struct llama_context * ctx, uint32_t * n_pages, uint32_t * n_wrong);
 
-// Live settings of a mixed cache. What has aged out stays cold; a wider window fills from new tokens. Rows move in the
-// F16 ring, and pages of CPU memory that are left over go back. A window that the ring has no room for gets a larger
-// ring; without memory for it the call fails and the window stays as it was.
+// Live settings of a mixed cache. Rows that are there were computed under others: they are MIXEDKV_APPROXIMATE until
+// these are set again. What has aged out stays cold; a wider window fills from new tokens. Rows move in the F16 ring,
+// and pages of CPU memory that are left over go back. A window that the ring has no room for gets a larger ring;
+// without memory for it the call fails and the window stays as it was.
 LLAMA_API enum mixedkv_status mixedkv_set_window(struct llama_context * ctx, uint32_t threshold, uint32_t group_size,
                                                  uint32_t sink_tokens);
 

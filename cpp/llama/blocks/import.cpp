@@ -275,7 +275,7 @@ static void import_group(llama_context & ctx, placement & place, llama_seq_id se
         if (shift != 0) {
             cells.pos_add(cell, shift);
         }
-        ctx.hooks.truth.set(place.kv, strm, cell, MIXEDKV_DOUBTED, LLAMA_TOKEN_NULL); // until the caller says more
+        ctx.hooks.truth.doubt(place.kv, strm, cell); // until the caller says more
     }
 
     for (uint32_t il = 0; il < group.n_layers; ++il) {

@@ -34,13 +34,6 @@ const llama_kv_scales * llama_kv_rows_scales(const llama_kv_cache & kv, int32_t 
     return mixed ? mixed->get_scales(il) : nullptr;
 }
 
-int64_t llama_kv_rows_rotation(const llama_kv_cache & kv, bool is_k) {
-    const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
-    const auto * rot   = mixed && is_k ? mixed->get_latent_rot() : nullptr;
-
-    return rot ? rot->ne[0] : kv_access::get_rot(kv, is_k);
-}
-
 std::vector<mixedkv_layer_info> llama_kv_rows_layers(const llama_kv_cache & kv, const llama_hparams & hparams) {
     std::vector<mixedkv_layer_info> res;
 

@@ -18,9 +18,6 @@ std::vector<mixedkv_layer_info> llama_kv_rows_layers(const llama_kv_cache & kv, 
 // what K of a layer is stored times, nullptr: nothing
 const llama_kv_scales * llama_kv_rows_scales(const llama_kv_cache & kv, int32_t il);
 
-// the edge of the Hadamard blocks that rows are rotated by, 0: they are not
-int64_t llama_kv_rows_rotation(const llama_kv_cache & kv, bool is_k);
-
 // a layer that holds values which are no numbers, in any cell; -1: there is none
 int32_t llama_kv_rows_find_damage(const llama_kv_cache & kv);
 

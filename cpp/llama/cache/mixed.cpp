@@ -172,6 +172,13 @@ void llama_kv_cache_mixed::make_scales() {
     angles.alloc_tensors(bufts, n_embd_head, kv_access::get_rot(*this, true));
 }
 
+int64_t llama_kv_rows_rotation(const llama_kv_cache & kv, bool is_k) {
+    const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
+    const auto * rot   = mixed && is_k ? mixed->get_latent_rot() : nullptr;
+
+    return rot ? rot->ne[0] : kv_access::get_rot(kv, is_k);
+}
+
 const std::vector<mixedkv::attention_pair> * llama_kv_cache_mixed::get_pairs(int32_t il) const {
     const auto * pairs = angles.empty() ? nullptr : &angles.get(map_layer_ids.at(il));
     return pairs && !pairs->empty() ? pairs : nullptr;

@@ -82,6 +82,12 @@ public:
     // false: a uniform cache that only wants the fused attention node
     bool is_mixed() const { return config.mixed; }
 
+    // what it was made with; the window may be another one since
+    const mixedkv_config & get_config() const { return config; }
+
+    // bits of Q and of attention weights that are forced, 0: what suits the rows
+    int get_rounding() const { return scratch.rounding; }
+
     // the F16 rows, and which cells have one
           llama_kv_hot_rows & get_hot()       { return hot; }
     const llama_kv_hot_rows & get_hot() const { return hot; }
@@ -265,3 +271,6 @@ private:
     void hot_write(llama_io_write_i & io, llama_seq_id seq_id) const;
     void hot_read (llama_io_read_i  & io, llama_seq_id seq_id, const slot_info_vec_t & sinfos);
 };
+
+// the edge of the Hadamard blocks that rows of any cache are rotated by, 0: they are not
+int64_t llama_kv_rows_rotation(const llama_kv_cache & kv, bool is_k);

@@ -5,6 +5,7 @@
 #include "hooks/eval-chain.h"
 #include "hooks/finite.h"
 #include "hooks/hooks.h"
+#include "hooks/setting.h"
 #include "hooks/step.h"
 #include "hooks/truth.h"
 #include "hooks/wanted.h"
@@ -17,6 +18,7 @@ struct llama_context_hooks {
     llama_step_room      room;
     llama_eval_chain     evals; // who is told of the nodes of its graphs
     llama_kv_truth       truth; // what each row is
+    llama_kv_setting     setting; // how rows are computed now
     llama_wanted_logits  wanted;
     llama_finite_watch   finite; // values that are no numbers
 };

@@ -115,6 +115,8 @@ void llama_step::undo() {
 llm_graph_result * llama_step::process(llm_graph_type gtype, llama_memory_context_i * mctx, ggml_status & status) {
     llm_graph_result * res = nullptr;
 
+    ctx.hooks.truth.use_setting(ctx.hooks.setting.get(ctx, ubatch.token != nullptr));
+
     status = GGML_STATUS_FAILED;
     if (ctx.hooks.truth.begin_step(ctx.get_memory(), ubatch).empty()) {
         res = ctx.process_ubatch(ubatch, gtype, mctx, status);

@@ -15,29 +15,46 @@ llama_kv_truth::stream & llama_kv_truth::of(const llama_kv_cache & kv, uint32_t 
     return res;
 }
 
-mixedkv_truth llama_kv_truth::get(const llama_kv_cache & kv, uint32_t strm, uint32_t cell) {
+void llama_kv_truth::use_setting(uint32_t number) {
+    for (auto & [key, known] : streams) {
+        known.has_less = known.has_less || number != setting;
+    }
+    setting = number;
+}
+
+llama_kv_truth::row & llama_kv_truth::find(const llama_kv_cache & kv, uint32_t strm, uint32_t cell) {
     row &           res = of(kv, strm).rows[cell];
     const llama_pos pos = kv_access::get_cells(kv)[strm].pos_get(cell);
 
     if (res.pos != pos) {
-        res = { pos, res.token, res.pos < 0 ? MIXEDKV_DOUBTED : std::max(MIXEDKV_APPROXIMATE, res.truth), res.past };
+        res.truth = res.pos < 0 ? MIXEDKV_DOUBTED : std::max(MIXEDKV_APPROXIMATE, res.truth);
+        res.pos   = pos;
     }
 
-    return res.truth;
+    return res;
 }
 
-void llama_kv_truth::set(
-        const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_truth truth, llama_token token, uint64_t past) {
+mixedkv_truth llama_kv_truth::get(const llama_kv_cache & kv, uint32_t strm, uint32_t cell) {
+    const row & known = find(kv, strm, cell);
+    return known.setting == setting ? known.truth : std::max(MIXEDKV_APPROXIMATE, known.truth);
+}
+
+void llama_kv_truth::set(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, const row & value) {
     stream & into = of(kv, strm);
 
-    into.rows[cell] = { kv_access::get_cells(kv)[strm].pos_get(cell), token, truth, past };
-    into.has_less   = into.has_less || truth > MIXEDKV_COMPUTED;
+    into.rows[cell]     = value;
+    into.rows[cell].pos = kv_access::get_cells(kv)[strm].pos_get(cell);
+    into.has_less       = into.has_less || value.truth > MIXEDKV_COMPUTED || value.setting != setting;
+}
+
+void llama_kv_truth::doubt(const llama_kv_cache & kv, uint32_t strm, uint32_t cell) {
+    set(kv, strm, cell, row());
 }
 
 void llama_kv_truth::limit_cell(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_truth truth) {
-    const mixedkv_truth now   = get(kv, strm, cell);
-    const row           known = of(kv, strm).rows[cell];
-    set(kv, strm, cell, std::max(now, truth), known.token, known.past);
+    row value   = find(kv, strm, cell);
+    value.truth = std::max(value.truth, truth);
+    set(kv, strm, cell, value);
 }
 
 bool llama_kv_truth::is_of(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, llama_token token) {
@@ -71,7 +88,7 @@ uint64_t llama_kv_truth::get_past(llama_memory_i * memory, llama_seq_id seq_id, 
 }
 
 void llama_kv_truth::say(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, uint64_t past, const llama_token * tokens,
-                         uint32_t n, mixedkv_truth truth) {
+                         uint32_t n, mixedkv_truth truth, uint32_t setting) {
     if (get_past(memory, seq_id, p0) != past) {
         truth = std::max(truth, MIXEDKV_APPROXIMATE);
     }
@@ -82,9 +99,20 @@ void llama_kv_truth::say(llama_memory_i * memory, llama_seq_id seq_id, llama_pos
 
         for (auto it = there.lower_bound({ p0, 0 }); it != there.end() && it->first - p0 < llama_pos(n); ++it) {
             const llama_token token = tokens[it->first - p0];
-            set(*kv, strm, it->second, truth, token, extend_past(past_of(*kv, seq_id, it->first), token));
+            set(*kv, strm, it->second, { it->first, token, truth, extend_past(past_of(*kv, seq_id, it->first), token), setting });
         }
     }
+}
+
+uint32_t llama_kv_truth::get_setting(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p) {
+    uint32_t res = setting;
+    for (const auto * kv : llama_kv_mixed_caches(memory)) {
+        const auto & there = kv->get_cells(seq_id).seq_pos_get(seq_id);
+        for (auto it = there.lower_bound({ p, 0 }); it != there.end() && it->first == p && res == setting; ++it) {
+            res = find(*kv, kv->get_stream(seq_id), it->second).setting;
+        }
+    }
+    return res;
 }
 
 void llama_kv_truth::follow(llama_memory_i * memory, const llama_kv_cache & kv, llama_seq_id seq_id) {
@@ -95,8 +123,9 @@ void llama_kv_truth::follow(llama_memory_i * memory, const llama_kv_cache & kv, 
     for (const auto & [pos, cell] : kv.get_cells(seq_id).seq_pos_get(seq_id)) {
         const auto it = from.lower_bound({ pos, 0 });
         if (it != from.end() && it->first == pos) {
-            const mixedkv_truth truth = get(full, strm, it->second);
-            set(kv, kv.get_stream(seq_id), cell, truth, of(full, strm).rows[it->second].token);
+            row known  = find(full, strm, it->second);
+            known.past = 0;
+            set(kv, kv.get_stream(seq_id), cell, known);
         }
     }
 }
@@ -335,7 +364,8 @@ void llama_kv_truth::note_worst(const llama_kv_cache & kv, uint32_t strm, const 
 
     known.has_less = false;
     for (uint32_t i = cells.used_min(); i < cells.used_max_p1(); ++i) {
-        if (cells.is_empty(i) || (known.rows[i].pos == cells.pos_get(i) && known.rows[i].truth == MIXEDKV_COMPUTED)) {
+        const row & one = known.rows[i];
+        if (cells.is_empty(i) || (one.pos == cells.pos_get(i) && one.truth == MIXEDKV_COMPUTED && one.setting == setting)) {
             continue;
         }
 
@@ -359,7 +389,7 @@ void llama_kv_truth::end_step(llama_memory_i * memory, const llama_ubatch & ubat
         for_each_cell(*kv, ubatch, [&](uint32_t i, uint32_t cell) {
             const llama_token token = ubatch.token ? ubatch.token[i] : LLAMA_TOKEN_NULL;
             const uint64_t    past  = past_of(*kv, ubatch.seq_id[i][0], ubatch.pos[i]);
-            set(*kv, kv->get_stream(ubatch.seq_id[i][0]), cell, MIXEDKV_COMPUTED, token, extend_past(past, token));
+            set(*kv, kv->get_stream(ubatch.seq_id[i][0]), cell, { ubatch.pos[i], token, MIXEDKV_COMPUTED, extend_past(past, token), setting });
         });
 
         std::map<uint32_t, std::vector<llama_kv_truth_seq *>> by_stream;

@@ -1,6 +1,11 @@
 #pragma once
 
-// What each row is: computed from the start, or something less. Kept beside the cells, by cell, for every attention cache.
+// What each row is: computed from the start, or something less, and under which setting. Kept beside the cells, by cell, for every
+// attention cache. A row of another setting than the present one is approximate as long as that stays so.
+//
+// A row that must never be shared or stored, whatever its tokens and its setting, is at most MIXEDKV_DOUBTED: limit() says that of
+// rows that are there. It goes along where the row goes, tokens that attend to it are no better, and blocks with it are refused by
+// stores.
 //
 // Who calls it: llama_step, which lets no token be better than the worst that it attends to; llama_kv_cache::update, where it
 // copies streams and turns keys; blocks of rows that come in; the C API.
@@ -29,22 +34,31 @@ public:
         llama_token   token = LLAMA_TOKEN_NULL; // of an image, or unknown
         mixedkv_truth truth = MIXEDKV_DOUBTED;
         uint64_t      past  = 0; // a hash of all tokens that it was computed from, in layers that keep all rows
+        uint32_t      setting = 0; // what it was computed under, a number of llama_kv_setting; 0: nobody says
     };
+
+    // Before rows are asked for or computed: the number of the present setting.
+    void use_setting(uint32_t number);
 
     // of a cell that holds a token; a row that was moved is approximate from then on
     mixedkv_truth get(const llama_kv_cache & kv, uint32_t strm, uint32_t cell);
 
-    void set(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_truth truth, llama_token token, uint64_t past = 0);
+    // of a row that came from outside, until the caller says more
+    void doubt(const llama_kv_cache & kv, uint32_t strm, uint32_t cell);
 
     // rows of a sequence at [p0, p1) in all caches are no better than this
     void limit(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, llama_pos p1, mixedkv_truth truth);
 
-    // rows at [p0, p0 + n) are this, of these tokens, and were computed behind such a past: approximate behind another
+    // rows at [p0, p0 + n) are this, of these tokens, and were computed under such a setting behind such a past: approximate
+    // behind another
     void say(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, uint64_t past, const llama_token * tokens, uint32_t n,
-             mixedkv_truth truth);
+             mixedkv_truth truth, uint32_t setting);
 
     // of the rows of a sequence before p0; 0: there are none
     uint64_t get_past(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0);
+
+    // what the row of a sequence at p was computed under, the first of its caches that differs from the present; 0: nobody says
+    uint32_t get_setting(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p);
 
     static uint64_t extend_past(uint64_t past, llama_token token);
 
@@ -88,7 +102,14 @@ private:
 
     std::vector<bool> lacks_hot; // by sequence, of the step at hand
 
+    uint32_t setting = 0; // the present one
+
     stream & of(const llama_kv_cache & kv, uint32_t strm);
+
+    // what is known of a cell's row, whatever the present setting is
+    row & find(const llama_kv_cache & kv, uint32_t strm, uint32_t cell);
+
+    void set(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, const row & value);
 
     // of the rows of a sequence before a position
     uint64_t past_of(const llama_kv_cache & kv, llama_seq_id seq_id, llama_pos p0);

@@ -24,6 +24,7 @@ from mixedkv.kv.rows import (
     extend_past,
     pick_rows,
     read_group,
+    read_setting,
     read_truth,
     row_bytes,
     slice_group,
@@ -49,6 +50,8 @@ class KVBlock:
         truth: what each token's rows are, uint8 [p1 - p0], see `mixedkv.kv.rows`; None if that is not known:
             they are doubted. Only rows that were computed from the start are stored.
         past: a hash of the tokens before them; behind others they are approximate.
+        setting: what the rows were computed under, see `mixedkv.kv.row_setting`; "" if that is not known.
+            Under another one they are approximate.
     """
 
     p0: int
@@ -58,6 +61,7 @@ class KVBlock:
     checkpoints: tuple[Checkpoint, ...] = ()
     truth: Truth = None  # type: ignore[assignment]  # until __post_init__
     past: int = 0
+    setting: str = ""
 
     def __post_init__(self) -> None:
         if self.truth is None:
@@ -136,9 +140,11 @@ class KVBlock:
         cold = tuple(pick_rows(group, slice(None), slice(0)) for group in self.groups)
         return replace(self, groups=cold, checkpoints=())
 
-    def as_own(self) -> KVBlock:
-        """Return the block as one of this model's, after its rows were compared with the model's."""
-        return replace(self, truth=all_of(len(self), COMPUTED))
+    def as_own(self, setting: str) -> KVBlock:
+        """Return the block as one of a model's, after its rows were compared with those that the model
+        computes under `setting`.
+        """
+        return replace(self, truth=all_of(len(self), COMPUTED), setting=setting)
 
     def doubted(self) -> KVBlock:
         """Return the block as one of which nothing is known."""
@@ -157,6 +163,7 @@ class KVBlock:
             "groups": [describe_group(group) for group in self.groups],
             "truth": describe_truth(self.truth),
             "past": f"{self.past:016x}",
+            "setting": self.setting,
         }
         points = [point.describe() for point in self.checkpoints]
         return {**rows, "checkpoints": points} if points or not self.groups else rows
@@ -189,8 +196,16 @@ class KVBlock:
             raise ValueError(f"array {sorted(left)[0]!r} belongs to no layer of the description")
         said = "truth" in description
         known = read_truth(description["truth"], p1 - p0) if said else all_of(p1 - p0, DOUBTED)
-        past = _read_past(description.get("past", "0"))
-        return cls(p0=p0, p1=p1, tokens=tokens, groups=groups, checkpoints=points, truth=known, past=past)
+        return cls(
+            p0=p0,
+            p1=p1,
+            tokens=tokens,
+            groups=groups,
+            checkpoints=points,
+            truth=known,
+            past=_read_past(description.get("past", "0")),
+            setting=read_setting(description),
+        )
 
 
 def _read_past(value: object) -> int:

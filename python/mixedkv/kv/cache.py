@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +15,7 @@ from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.block import KVBlock
 from mixedkv.kv.evaluating import Evaluating
 from mixedkv.kv.layer_view import LayerView
+from mixedkv.kv.row_setting import difference
 from mixedkv.kv.rows import APPROXIMATE, COMPUTED, runs
 from mixedkv.kv.sequence_state import StateRefusedError
 from mixedkv.kv.stats import KVStats, LayerStats, SequenceStats
@@ -41,11 +44,14 @@ _FOR_USERS = (
     "remove",
     "replace",
     "resume",
+    "row_setting",
     "set_window",
+    "setting_of",
     "shift",
     "stats",
     "used",
 )
+_LOG = logging.getLogger("mixedkv.kv")
 
 
 class KVCache(Evaluating):
@@ -136,16 +142,27 @@ class KVCache(Evaluating):
             raise ValueError(f"tokens has the shape {ids.shape}: give the {end - p0} at [{p0}, {end})")
         point = self.checkpoint(seq) if end == last and not self.can_cut else None
         points = (point,) if point else ()
-        known, past = self.truth(seq, ids, p0), _core.get_past(self._address, seq, p0)
-        return KVBlock(p0=p0, p1=end, tokens=ids, groups=groups, checkpoints=points, truth=known, past=past)
+        return KVBlock(
+            p0=p0,
+            p1=end,
+            tokens=ids,
+            groups=groups,
+            checkpoints=points,
+            truth=self.truth(seq, ids, p0),
+            past=self._past(seq, p0),
+            setting=self.row_setting,
+        )
 
     @exclusive
     def load(self, block: KVBlock, seq: int = 0, at: int | None = None, *, more: bool = False) -> None:
         """Put a block into a sequence, which must not have these positions.
 
         Blocks of consecutive ranges, loaded in order into an empty sequence, restore the cache as it was.
-        Rows of other types than the cache's are converted. A block that begins at n_tokens of sequence 0
-        replaces leftovers there, as `Llama.eval` does, and n_tokens then covers it.
+        Rows of other types than the cache's are converted. Rows that were computed under another setting
+        (`row_setting`: other types, another window, RoPE, adapter, kind of attention) are approximate here,
+        see `exact_tokens`; the logger `mixedkv.kv` says at level INFO in what they differ. A block that
+        begins at n_tokens of sequence 0 replaces leftovers there, as `Llama.eval` does, and n_tokens then
+        covers it.
 
         Args:
             block: from `export`, of this or another context of the same model.
@@ -163,10 +180,14 @@ class KVCache(Evaluating):
         shift = 0 if at is None else at - block.p0
         if not -block.p0 <= shift <= INT32_MAX - block.p1:
             raise ValueError(f"at={at}: use a position from 0 to {INT32_MAX - len(block)}")
+        point = None if more or shift else block.checkpoint_at(block.p1)
+        past = point.past_at(block.p1) if point is not None else None
+        if past is not None and block.groups and past != block.past_at(block.p1):
+            raise ValueError("block: its checkpoint was taken behind other tokens than it has")
         follows = seq == 0 and block.p0 + shift == self._llama.n_tokens
         drop_from = self._llama.n_tokens if follows else -1
         try:
-            self._rows_in(block, seq, shift, drop_from, more)
+            self._rows_in(block, seq, shift, drop_from, more, point)
         except StateRefusedError as error:
             self.remove(seq)
             raise ValueError(str(error)) from error
@@ -174,14 +195,21 @@ class KVCache(Evaluating):
             self._append_tokens(block.tokens)
         changed = shift != 0 or not self._has_types_of(block)
         self._say(block, seq, block.p0 + shift, APPROXIMATE if changed else COMPUTED)
+        if point is not None and (past is None or point.setting != block.setting):
+            self._judge(point, block.p1, seq)
 
     def _say(self, block: KVBlock, seq: int, at: int, best: int) -> None:
-        """Note what the rows of a block are that were put into a sequence, `best` at best."""
+        """Note what the rows of a block are that were put into a sequence, `best` at best, and under which
+        setting they were computed: while that is not the present one they are approximate.
+        """
         known = np.maximum(block.truth, np.uint8(best))
-        self._doubt(seq, bool(known.any()) or (at > 0 and seq in self._doubted))
+        reason = difference(block.setting, self.row_setting)
+        if reason:
+            _LOG.info("rows at [%d, %d) are approximate here: %s", block.p0, block.p1, reason)
+        self._doubt(seq, bool(known.any() or reason) or (at > 0 and seq in self._doubted))
         for kind, begin, end in runs(known):
             past, ids = block.past_at(block.p0 + begin), block.tokens[begin:end]
-            _core.set_truth(self._address, seq, at + begin, past, ids, kind)
+            _core.set_truth(self._address, seq, at + begin, past, ids, kind, block.setting)
 
     @exclusive
     def replace(self, block: KVBlock, seq: int = 0) -> None:
@@ -200,7 +228,7 @@ class KVCache(Evaluating):
         self.remove(seq, block.p0, block.p1)
         if seq == 0:
             self._llama.n_tokens = n  # the tokens are still the same
-        self._rows_in(block, seq, 0, -1, more=False)
+        self._rows_in(block, seq, 0, -1, False, block.checkpoint_at(block.p1))
         self._say(block, seq, block.p0, APPROXIMATE)
 
     # --- sequences ---

@@ -9,10 +9,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.kv.rows import RowGroup, describe_group, read_group, slice_group, take, take_list, take_whole
+from mixedkv.kv.rows import (
+    RowGroup,
+    describe_group,
+    read_group,
+    read_setting,
+    slice_group,
+    take,
+    take_list,
+    take_whole,
+)
 from mixedkv.limits import INT32_MAX
 
 _NO_STATE: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
+_NO_PASTS: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -27,12 +37,18 @@ class Checkpoint:
         first: it serves a sequence cut anywhere from here to `n`.
         groups: rows with F16 copies, and those of sliding windows; none where the model has only a state.
         state: of the recurrent layers, as llama.cpp writes it, uint8 [size]; empty without such layers.
+        pasts: hashes of the tokens before each cut that it serves, uint64 [n - first + 1], see
+            `KVBlock.past`; empty if they are not known, or no layer keeps rows.
+        setting: what its rows and its state were computed under, see `mixedkv.kv.row_setting`; "" if that is
+            not known.
     """
 
     n: int
     first: int
     groups: tuple[RowGroup, ...] = ()
     state: npt.NDArray[np.uint8] = field(default_factory=lambda: _NO_STATE)
+    pasts: npt.NDArray[np.uint64] = field(default_factory=lambda: _NO_PASTS)
+    setting: str = ""
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.first} to {self.n}, {self.nbytes} bytes>"
@@ -44,7 +60,12 @@ class Checkpoint:
         """Return the part of it that serves a sequence of `n` tokens."""
         if n == self.n:
             return self
-        return replace(self, n=n, groups=tuple(slice_group(group, 0, n) for group in self.groups))
+        groups = tuple(slice_group(group, 0, n) for group in self.groups)
+        return replace(self, n=n, groups=groups, pasts=self.pasts[: n - self.first + 1])
+
+    def past_at(self, n: int) -> int | None:
+        """Return the hash of the first `n` tokens, a cut that it serves; None if it is not known."""
+        return int(self.pasts[n - self.first]) if len(self.pasts) else None
 
     @property
     def nbytes(self) -> int:
@@ -54,11 +75,12 @@ class Checkpoint:
     def to_arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays by name: "state", "<group>.positions", "<group>.<layer>.k" and so on."""
         named = {name: array for i, group in enumerate(self.groups) for name, array in group.named(f"{i}.")}
-        return {"state": self.state, **named}
+        return {"state": self.state, "pasts": self.pasts.view(np.uint8), **named}
 
     def describe(self) -> dict[str, Any]:
         """Describe all but the arrays, as JSON can hold it."""
-        return {"n": self.n, "first": self.first, "groups": [describe_group(group) for group in self.groups]}
+        groups = [describe_group(group) for group in self.groups]
+        return {"n": self.n, "first": self.first, "groups": groups, "setting": self.setting}
 
     @classmethod
     def taken(cls, prefix: str, description: Any, arrays: dict[str, npt.NDArray[Any]]) -> Checkpoint:
@@ -74,7 +96,15 @@ class Checkpoint:
             for i, group in enumerate(take_list(description, "groups", at_least=0))
         )
         state = take(arrays, prefix + "state", np.uint8, (None,))
-        return cls(n=n, first=first, groups=groups, state=state)
+        # versions before 4 have none
+        pasts = take(arrays, prefix + "pasts", np.uint8, (None,)) if prefix + "pasts" in arrays else _NO_STATE
+        if len(pasts) not in (0, 8 * (n - first + 1)):
+            raise ValueError(
+                f"array {prefix + 'pasts'!r} is not of the {n - first + 1} cuts from {first} to {n}"
+            )
+        setting = read_setting(description)
+        hashes = np.ascontiguousarray(pasts).view(np.uint64)
+        return cls(n=n, first=first, groups=groups, state=state, pasts=hashes, setting=setting)
 
 
 def served(checkpoints: Sequence[Checkpoint], n: int) -> tuple[int, Checkpoint | None]:

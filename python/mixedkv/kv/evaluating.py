@@ -223,7 +223,8 @@ class Evaluating(SequenceState):
 
         All of n_tokens, unless tokens were evaluated behind a mixed window that had lost F16 rows (after a
         rollback, a block cut short, or where other sequences needed the room) or behind rows that are not
-        exact, rows were loaded at another place or converted, the window was changed, or a state was loaded.
+        exact, rows were loaded at another place or converted, a state was loaded, or rows were computed under
+        another setting than the present one: they came so, or the window or an adapter was changed.
         """
         n = self._llama.n_tokens
         return min(n, self.exact(0, self._llama.input_ids[:n]))

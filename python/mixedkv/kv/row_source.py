@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,8 +14,7 @@ from mixedkv.tokens import Tokens
 class RowSource(Protocol):
     """A `Llama`, as far as it computes rows that are kept."""
 
-    _model_stamp: Any  # of the files that were loaded
-    _lora_stamp: Any
+    _model_stamp: Any  # of the file that was loaded
 
     @property
     def kv(self) -> KVCache: ...
@@ -40,19 +38,7 @@ class RowSource(Protocol):
     def metadata(self) -> dict[str, str]: ...
 
     @property
-    def kv_overrides(self) -> Mapping[str, Any] | None: ...
-
-    @property
-    def lora_path(self) -> str | None: ...
-
-    @property
-    def lora_scale(self) -> float: ...
-
-    @property
     def context_params(self) -> Any: ...
-
-    @property
-    def rotation_disabled(self) -> bool: ...
 
     def n_ctx(self) -> int: ...
 

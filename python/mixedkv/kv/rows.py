@@ -14,6 +14,7 @@ from mixedkv.config.mixed import UNIFORM_TYPES, ggml_type, type_block, type_name
 from mixedkv.limits import INT32_MAX
 
 _SIZE_MAX = 2**20  # heads, head sizes and layers above this are not a model's
+_TEXT_MAX = 2**16
 
 
 def row_bytes(kind: str, n: int) -> int:
@@ -233,6 +234,20 @@ def take_list(description: Any, field: str, at_least: int) -> list[Any]:
     return value
 
 
+def read_setting(description: Mapping[str, Any]) -> str:
+    """Return the setting that a description names; "" if it does not, as those of former versions.
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    setting = description.get("setting", "")
+    if not isinstance(setting, str) or len(setting) > _TEXT_MAX or not setting.isprintable():
+        raise ValueError(f"setting: it is no line of text of up to {_TEXT_MAX} characters")
+    if setting and not all("=" in part for part in setting.split(" ")):
+        raise ValueError("setting: it is no line of parts as 'window=64/16/4'")
+    return setting
+
+
 NAMES = ("computed", "approximate", "incomplete", "foreign", "doubted")
 COMPUTED, APPROXIMATE, INCOMPLETE, FOREIGN, DOUBTED = range(5)
 
@@ -240,14 +255,8 @@ Truth = npt.NDArray[np.uint8]
 
 
 def extend_past(past: int, tokens: npt.NDArray[np.int32]) -> int:
-    """Return the hash of what rows behind `tokens` are computed from.
-
-    As `mixedkv_extend_past` does: blocks are cut where no library is loaded.
-    """
-    for token in tokens.tolist():
-        past = (past ^ (max(token, -1) + 2)) * 0x9E3779B97F4A7C15 % 2**64
-        past ^= past >> 29
-    return past
+    """Return the hash of what rows behind `tokens` are computed from."""
+    return _core.extend_past(past, tokens)
 
 
 def all_of(n: int, truth: int) -> Truth:

@@ -18,7 +18,8 @@ from mixedkv.config.cut_rule import CutRule
 from mixedkv.errors import CLOSED, ClosedError, UnsupportedModelError
 from mixedkv.kv.block import KVBlock
 from mixedkv.kv.checkpoint import Checkpoint, joined
-from mixedkv.kv.rows import RowGroup, from_native, pick_rows, to_native
+from mixedkv.kv.row_setting import name_of_model
+from mixedkv.kv.rows import APPROXIMATE, RowGroup, from_native, pick_rows, to_native
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.context_lock import exclusive, present
 from mixedkv.native.memory import memory_room
@@ -159,6 +160,40 @@ class SequenceState(WindowSettings):
     def __init__(self, llama: llama_cpp.Llama, setting: KVSetting, busy: _core.Gate) -> None:
         super().__init__(llama, setting, busy)
         self._doubted: set[int] = set()  # sequences, see `Evaluating._is_doubted`
+        self._model_name = ""
+
+    # --- what rows are computed under ---
+
+    @property
+    @present
+    def row_setting(self) -> str:
+        """The setting that rows are computed under now, as text: all that shapes them besides their tokens.
+
+        The model's file, overridden metadata, adapters and their scales, RoPE, the window as it is now, and
+        by layer the types of the rows, their rotation, scales and kind of attention. Rows of two contexts are
+        the same, but for rounding, where their settings are. Threads, batches, and where layers run are left
+        out. Any thread may ask.
+        """
+        self._name_model()
+        return _core.get_setting(self._address, 0, -1)
+
+    @exclusive
+    def setting_of(self, seq: int, p: int) -> str:
+        """Return what the row of a sequence at position `p` was computed under; "" if that is not known."""
+        self._name_model()
+        return _core.get_setting(self._address, seq, p)
+
+    def _name_model(self) -> None:
+        if not self._model_name:
+            llama = self._llama
+            stamp, overrides = getattr(llama, "_model_stamp", None), llama.kv_overrides
+            name = name_of_model(llama.model_path, stamp, overrides)
+            _core.name_model(self._address, name)
+            self._model_name = name
+
+    def _past(self, seq: int, p: int) -> int:
+        """Return the hash of the tokens of a sequence before position `p`, see `KVBlock.past`."""
+        return int(_core.get_past(self._address, seq, p, 1)[0])
 
     # --- where a sequence can be cut ---
 
@@ -252,18 +287,21 @@ class SequenceState(WindowSettings):
         state = self._state(seq) if rule.recurrent else np.empty(0, np.uint8)
         before = self._find_cut(seq, n - 1)
         first = rule.saved_from(n) if before.window == n - 1 and before.hot else n
-        return Checkpoint(n=n, first=first, groups=groups, state=state)
+        pasts = _core.get_past(self._address, seq, first, n - first + 1) if self._native_layers() else None
+        known = {} if pasts is None else {"pasts": pasts}
+        return Checkpoint(n=n, first=first, groups=groups, state=state, setting=self.row_setting, **known)
 
     @exclusive
     def resume(self, point: Checkpoint, n: int, source: int, target: int) -> None:
         """Set sequence `target` to the first `n` tokens of `source`, from its rows and the checkpoint. Both
         may be the same sequence.
 
-        The `Llama` does not notice a change of its sequence 0.
+        The `Llama` does not notice a change of its sequence 0. If the checkpoint was taken under another
+        setting (`row_setting`), its rows are approximate, and so is what is evaluated behind them.
 
         Raises:
-            ValueError: the checkpoint does not serve this cut or this model, rows are missing, or there is no
-                room. The target is empty then.
+            ValueError: the checkpoint does not serve this cut or this model or is of other tokens than the
+                rows, rows are missing, or there is no room. The target is empty then.
         """
         self._check_sequence("source", source)
         self._check_sequence("target", target)
@@ -272,15 +310,40 @@ class SequenceState(WindowSettings):
         try:
             if not point.serves(n):
                 raise ValueError(f"n={n}: this checkpoint serves {point.first} to {point.n} tokens")
+            self._check_tokens(point, n, source)
             if source != target:
                 llama_cpp.llama_memory_seq_rm(memory, target, -1, -1)
                 llama_cpp.llama_memory_seq_cp(memory, source, target, 0, n)
             self._put(point.cut(n), target)
             if self._find_cut(target, n).n < n:
                 raise ValueError(f"rows of the first {n} tokens are missing: evaluate them again")
+            self._judge(point, n, target)
         except ValueError:
             llama_cpp.llama_memory_seq_rm(memory, target, -1, -1)
             raise
+
+    def _check_tokens(self, point: Checkpoint, n: int, seq: int) -> None:
+        """Raise ValueError if a checkpoint is of other tokens than the first `n` of a sequence."""
+        past = point.past_at(n)
+        if past is None or not self._native_layers() or self._find_cut(seq, n).full < n:
+            return  # rows that are missing are found when it is put back
+        if past != self._past(seq, n):
+            raise ValueError(
+                f"n={n}: this checkpoint was taken behind other tokens than sequence {seq} has there: take "
+                f"one of this sequence, or evaluate its tokens again"
+            )
+
+    def _judge(self, point: Checkpoint, n: int, seq: int) -> None:
+        """Note that the rows of a checkpoint, which is now in a sequence, are approximate where it was taken
+        under another setting or behind unknown tokens.
+        """
+        if point.setting == self.row_setting and (point.past_at(n) is not None or not self._native_layers()):
+            return
+        self._doubt(seq, True)
+        begin = min(
+            (int(group.positions[0]) for group in point.groups if len(group.positions)), default=n - 1
+        )
+        _core.limit_truth(self._address, seq, min(begin, n - 1), n, APPROXIMATE)
 
     def _doubt(self, seq: int, doubted: bool) -> None:
         (self._doubted.add if doubted else self._doubted.discard)(seq)
@@ -365,14 +428,15 @@ class SequenceState(WindowSettings):
             )
         return tuple(groups)
 
-    def _rows_in(self, block: KVBlock, seq: int, shift: int, drop_from: int, more: bool) -> None:
+    def _rows_in(
+        self, block: KVBlock, seq: int, shift: int, drop_from: int, more: bool, point: Checkpoint | None
+    ) -> None:
         """Put rows, and the checkpoint that serves their end, into a sequence.
 
         Raises:
             ValueError: as `KVCache.load`; nothing has changed.
             StateRefusedError: the checkpoint cannot be put back.
         """
-        point = None if more or shift else block.checkpoint_at(block.p1)
         if not self.can_cut and shift:
             raise ValueError(
                 "the state of recurrent layers stays at its positions: load the block where it was"

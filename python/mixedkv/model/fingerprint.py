@@ -16,7 +16,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-from mixedkv.errors import InvalidModelFileError
 from mixedkv.model.gguf_file import ModelFile, Reader, other_parts, pad
 
 _SAMPLE = 1 << 12
@@ -65,14 +64,6 @@ def model_parts(path: str | os.PathLike[str]) -> tuple[FileKey, ...]:
     """Return all files of a model."""
     key = FileKey.of(path)
     return key, *(FileKey.of(part) for part in other_parts(_header(key)))
-
-
-def adapter_fingerprint(path: str | os.PathLike[str], *, full_hash: bool = False) -> str:
-    """Return the fingerprint of an adapter's file; one in an unknown format is read whole."""
-    try:
-        return fingerprint(path, full_hash=full_hash)
-    except InvalidModelFileError:
-        return _of_file(FileKey.of(path), True)
 
 
 @lru_cache(maxsize=64)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -138,12 +136,6 @@ def has_experts(llm: llama_cpp.Llama) -> bool:
     """Return whether each token is computed by a few of many experts, which rounding may choose otherwise."""
     key = f"{llm.metadata.get('general.architecture')}.expert_count"
     return int(llm.metadata.get(key) or 0) > 0
-
-
-def rotation_disabled() -> bool:
-    """Return whether the environment tells llama.cpp not to rotate quantised rows; it reads it with atoi."""
-    value = re.match(r"\s*[+-]?\d+", os.environ.get("LLAMA_ATTN_ROT_DISABLE", ""))
-    return value is not None and int(value[0]) != 0
 
 
 def n_rollback(llm: llama_cpp.Llama) -> int:

@@ -18,7 +18,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.config import MixedKVConfig
 from mixedkv.kv.block import KVBlock
 from mixedkv.kv.rows import RowGroup
 from mixedkv.store.entry_row import EntryError
@@ -142,10 +141,10 @@ def verdict_of_end(identity: Identity, coverage: Coverage, p0: int, p1: int) -> 
 
 def _hot_positions(identity: Identity, n: int) -> Runs:
     """Return the positions that the query at n reads in F16, of a sequence that was never cut."""
-    kv = identity.kv
-    if not isinstance(kv, MixedKVConfig):
+    window = identity.window
+    if not (window.threshold or window.sink_tokens):
         return []
-    return [(0, min(kv.sink_tokens, n)), (min(kv.window.begin(n), n), n)]
+    return [(0, min(window.sink_tokens, n)), (min(window.begin(n), n), n)]
 
 
 def _rows_of(group: RowGroup) -> GroupRows:

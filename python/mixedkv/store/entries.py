@@ -27,7 +27,7 @@ from mixedkv.store.lookup import (
     BLOCK,
     Search,
     block_hashes,
-    check_tokens,
+    check_block,
     content_hash,
     sequence_of,
     stored_sequences,
@@ -265,7 +265,7 @@ class Entries:
                     tier = "disk"
                     block = self._read_file(link.entry)
                     self.ram.put(link.entry, block)
-                check_tokens(block, link, match)
+                check_block(block, link, match)
             except EntryError as error:
                 self._remove_broken(link.entry, error)
                 raise

@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from mixedkv.kv.block import KVBlock
+from mixedkv.kv.row_setting import difference
 from mixedkv.store import coverage
 from mixedkv.store.encryption import Cipher
 from mixedkv.store.entry_row import EntryError, EntryRow, Reason
@@ -283,12 +284,15 @@ def _better(best: Match | None, other: Match | None) -> Match | None:
     return other if rank(other) > rank(best) else best
 
 
-def check_tokens(block: KVBlock, link: Link, match: Match) -> None:
-    """Check that the file has the wanted tokens, which decides about a hit."""
+def check_block(block: KVBlock, link: Link, match: Match) -> None:
+    """Check that the file has the wanted tokens and rows of the identity's setting, which decides."""
     if (block.p0, block.p1) != (link.p0, link.p1):
         raise EntryError("tokens", f"its file has positions {block.p0} to {block.p1}")
     if not np.array_equal(block.tokens[: link.end - link.p0], match.tokens[link.p0 : link.end]):
         raise EntryError("tokens", "its file has other tokens")
+    if block.n_exact and match.identity.setting and block.setting != match.identity.setting:
+        reason = difference(block.setting, match.identity.setting)
+        raise EntryError("identity", f"its rows were computed under another setting: {reason}")
 
 
 def worth_building_on(match: Match | None, window: int) -> Match | None:

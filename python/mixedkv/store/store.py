@@ -15,6 +15,7 @@ import numpy.typing as npt
 from mixedkv.ids import check_session_id, check_tenant
 from mixedkv.kv.block import KVBlock
 from mixedkv.kv.fetched import Fetched, WrongRowsError
+from mixedkv.kv.row_setting import difference
 from mixedkv.kv.row_source import RowSource, check_sequence, exact_tokens, known_tokens
 from mixedkv.kv.rows import NAMES
 from mixedkv.sizes import GB, size_of
@@ -317,8 +318,8 @@ class KVStore:
         Raises:
             LookupError: the parent has been removed meanwhile; `find` it again.
             ValueError: the block does not follow its parent, is larger than the budget together with what it
-                builds on, is foreign, or has rows that are not exact; or the session has been removed or its
-                name is refused.
+                builds on, is foreign, has rows that are not exact, or was computed under another setting than
+                the identity's; or the session has been removed or its name is refused.
             OSError: it cannot be written.
         """
         return self._put(identity, block, parent, session)[0]
@@ -337,6 +338,9 @@ class KVStore:
                 f"{NAMES[block.truth[block.n_exact]]}, and only those of an evaluation from the start are "
                 f"stored: export the rows before it"
             )
+        if identity.setting and block.setting != identity.setting:
+            reason = difference(block.setting, identity.setting)
+            raise ValueError(f"block: computed under another setting than the identity's: {reason}")
         if block.p0 != (parent.n_tokens if parent else 0):
             raise ValueError(
                 f"block: it begins at position {block.p0}, its parent ends at "
@@ -393,9 +397,11 @@ class KVStore:
         def export(p0: int, p1: int) -> KVBlock:
             return llm.kv.export(seq, p0, p1, wanted[p0:p1])
 
-        saved, reason = NOTHING_SAVED, "none of the rows are what evaluating the tokens from the start gives"
+        saved, reason = NOTHING_SAVED, ""
         try:
-            if len(wanted):
+            if not len(wanted):
+                reason = _why_inexact(llm, seq, identity)
+            else:
                 saved = self.keep(identity, wanted, export, session=session)
                 reason = saved.reason
         except (ParentGoneError, SessionRemovedError, TooLargeError, OSError) as error:
@@ -557,6 +563,15 @@ class KVStore:
             remote=self._remote.stats() if self._remote is not None else None,
             **self._tally.stats(),
         )
+
+
+def _why_inexact(llm: RowSource, seq: int, identity: Identity) -> str:
+    """Return why none of a sequence's rows are stored."""
+    setting = llm.kv.setting_of(seq, 0)
+    differs = difference(setting, identity.setting) if setting else ""
+    return "none of the rows are what evaluating the tokens from the start gives" + (
+        differs and f": {differs}"
+    )
 
 
 _TRIES = 16  # entries that cannot be read before a restore gives up

@@ -430,8 +430,9 @@ static void test_count_rows(struct llama_context * ctx) {
 
 static void test_truth_arguments(struct llama_context * ctx, const llama_token * tokens) {
     enum mixedkv_truth truth[N_TOKENS];
-    int32_t            n    = 0;
-    uint64_t           past = 0;
+    int32_t            n       = 0;
+    uint64_t           past    = 0;
+    const char *       setting = NULL;
 
     EXPECT(INVALID, mixedkv_count_computed(NULL, 0, 0, tokens, N_TOKENS, &n));
     EXPECT(INVALID, mixedkv_count_computed(ctx, 0, 0, tokens, N_TOKENS, NULL));
@@ -450,19 +451,26 @@ static void test_truth_arguments(struct llama_context * ctx, const llama_token *
     EXPECT(NOT_AVAILABLE, mixedkv_get_truth(ctx, INT_MAX, 0, tokens, N_TOKENS, truth));
     EXPECT(OK, mixedkv_get_truth(ctx, 0, 0, NULL, 0, NULL));
 
-    EXPECT(INVALID, mixedkv_set_truth(NULL, 0, 0, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED));
-    EXPECT(INVALID, mixedkv_set_truth(ctx, 0, 0, 0, NULL, N_TOKENS, MIXEDKV_COMPUTED));
-    EXPECT(INVALID, mixedkv_set_truth(ctx, 0, -1, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED));
-    EXPECT(INVALID, mixedkv_set_truth(ctx, 0, 0, 0, tokens, N_TOKENS, (enum mixedkv_truth)5));
-    EXPECT(INVALID, mixedkv_set_truth(ctx, 0, 0, 0, tokens, N_TOKENS, (enum mixedkv_truth) - 1));
-    EXPECT(NOT_AVAILABLE, mixedkv_set_truth(ctx, -1, 0, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED));
-    EXPECT(NOT_AVAILABLE, mixedkv_set_truth(ctx, INT_MAX, 0, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED));
+    EXPECT(INVALID, mixedkv_set_truth(NULL, 0, 0, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED, NULL));
+    EXPECT(INVALID, mixedkv_set_truth(ctx, 0, 0, 0, NULL, N_TOKENS, MIXEDKV_COMPUTED, NULL));
+    EXPECT(INVALID, mixedkv_set_truth(ctx, 0, -1, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED, NULL));
+    EXPECT(INVALID, mixedkv_set_truth(ctx, 0, 0, 0, tokens, N_TOKENS, (enum mixedkv_truth)5, NULL));
+    EXPECT(INVALID, mixedkv_set_truth(ctx, 0, 0, 0, tokens, N_TOKENS, (enum mixedkv_truth) - 1, NULL));
+    EXPECT(NOT_AVAILABLE, mixedkv_set_truth(ctx, -1, 0, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED, NULL));
+    EXPECT(NOT_AVAILABLE, mixedkv_set_truth(ctx, INT_MAX, 0, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED, NULL));
 
-    EXPECT(INVALID, mixedkv_get_past(NULL, 0, 0, &past));
-    EXPECT(INVALID, mixedkv_get_past(ctx, 0, -1, &past));
-    EXPECT(INVALID, mixedkv_get_past(ctx, 0, 0, NULL));
-    EXPECT(NOT_AVAILABLE, mixedkv_get_past(ctx, -1, 0, &past));
-    EXPECT(NOT_AVAILABLE, mixedkv_get_past(ctx, INT_MAX, 0, &past));
+    EXPECT(INVALID, mixedkv_name_model(NULL, "model"));
+    EXPECT(INVALID, mixedkv_name_model(ctx, NULL));
+    EXPECT(INVALID, mixedkv_get_setting(NULL, 0, -1, &setting));
+    EXPECT(INVALID, mixedkv_get_setting(ctx, 0, -1, NULL));
+    EXPECT(NOT_AVAILABLE, mixedkv_get_setting(ctx, -1, 0, &setting));
+
+    EXPECT(INVALID, mixedkv_get_past(NULL, 0, 0, 1, &past));
+    EXPECT(INVALID, mixedkv_get_past(ctx, 0, 1, INT_MAX, &past));
+    EXPECT(INVALID, mixedkv_get_past(ctx, 0, -1, 1, &past));
+    EXPECT(INVALID, mixedkv_get_past(ctx, 0, 0, 1, NULL));
+    EXPECT(NOT_AVAILABLE, mixedkv_get_past(ctx, -1, 0, 1, &past));
+    EXPECT(NOT_AVAILABLE, mixedkv_get_past(ctx, INT_MAX, 0, 1, &past));
 
     EXPECT(INVALID, mixedkv_limit_truth(NULL, 0, 0, -1, MIXEDKV_DOUBTED));
     EXPECT(INVALID, mixedkv_limit_truth(ctx, 0, -1, -1, MIXEDKV_DOUBTED));
@@ -499,6 +507,8 @@ static void test_truth(struct llama_context * ctx) {
     llama_token tokens[N_TOKENS], others[N_TOKENS];
     uint64_t    past = 0;
 
+    const char * setting = NULL;
+
     for (int i = 0; i < N_TOKENS; i++) {
         tokens[i] = 3 + i * 7 % 200; // as decode() evaluates them
         others[i] = i < 20 ? tokens[i] : 1;
@@ -517,13 +527,24 @@ static void test_truth(struct llama_context * ctx) {
     expect_truth(ctx, tokens, 12, N_TOKENS - 12, MIXEDKV_COMPUTED);
 
     expect_number(0, decode(ctx, 4, N_TOKENS, 0)); // no better than the worst that they attend to
-    EXPECT(OK, mixedkv_set_truth(ctx, 0, 10, 0, tokens + 10, 2, MIXEDKV_COMPUTED)); // behind nothing, which it is not
+    EXPECT(OK,
+           mixedkv_set_truth(ctx, 0, 10, 0, tokens + 10, 2, MIXEDKV_COMPUTED, NULL)); // behind nothing, which it is not
     expect_computed(ctx, tokens, 10);
-    EXPECT(OK, mixedkv_get_past(ctx, 0, 10, &past));
+    EXPECT(OK, mixedkv_get_past(ctx, 0, 10, 1, &past));
     expect_number(true, past == mixedkv_extend_past(0, tokens, 10));
-    EXPECT(OK, mixedkv_set_truth(ctx, 0, 10, past, tokens + 10, 2, MIXEDKV_COMPUTED));
+    EXPECT(OK, mixedkv_set_truth(ctx, 0, 10, past, tokens + 10, 2, MIXEDKV_COMPUTED, NULL)); // under whatever setting
+    expect_computed(ctx, tokens, 10);
+    EXPECT(OK, mixedkv_get_setting(ctx, 0, 10, &setting));
+    expect_number(0, (int)strlen(setting));
+    EXPECT(OK, mixedkv_name_model(ctx, "model=one"));
+    EXPECT(OK, mixedkv_get_setting(ctx, 0, 9, &setting));
+    expect_number(0, strncmp(setting, "model=one llama.cpp=", 20));
+    EXPECT(OK, mixedkv_set_truth(ctx, 0, 10, past, tokens + 10, 2, MIXEDKV_COMPUTED, setting + 10)); // of which model?
+    expect_computed(ctx, tokens, 10);
+    EXPECT(OK, mixedkv_get_setting(ctx, -1, -1, &setting));
+    EXPECT(OK, mixedkv_set_truth(ctx, 0, 10, past, tokens + 10, 2, MIXEDKV_COMPUTED, setting));
     expect_computed(ctx, tokens, N_TOKENS);
-    EXPECT(OK, mixedkv_get_past(ctx, 0, 0, &past));
+    EXPECT(OK, mixedkv_get_past(ctx, 0, 0, 1, &past));
     expect_number(true, past == 0 && mixedkv_extend_past(7, NULL, 0) == 7);
     expect_number(true, llama_memory_seq_rm(llama_get_memory(ctx), 0, N_TOKENS, -1));
 

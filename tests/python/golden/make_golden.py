@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from mixedkv import Llama
-from mixedkv.kv.block import KVBlock, LayerRows, RowGroup, row_bytes
+from mixedkv.kv.block import Checkpoint, KVBlock, LayerRows, RowGroup, row_bytes
 from mixedkv.kv.rows import APPROXIMATE, COMPUTED, DOUBTED, FOREIGN
 from mixedkv.store import pack_kv_cache, pack_kv_cache_v2, packed_from_block
 from mixedkv.store.formats.native import VERSION, encode
@@ -85,13 +85,33 @@ def latent() -> KVBlock:
     )
 
 
+def point() -> Checkpoint:
+    """A checkpoint that serves the last two cuts, with the F16 rows of one layer and a state."""
+    group = _group(0, np.arange(10, 16, dtype=np.int32), "q4_0", [4, 5])
+    return Checkpoint(
+        n=16,
+        first=14,
+        groups=(group,),
+        state=numbers(9, 7),
+        pasts=np.array([1, 2**64 - 1, 2**40], np.uint64),
+        setting="model=0 types=q4_0 window=3/1/1",
+    )
+
+
 TRUTH = np.array([COMPUTED, COMPUTED, APPROXIMATE, FOREIGN, DOUBTED, DOUBTED], np.uint8)
 BLOCKS = {
     "v1-f16": block("f16", []),
     "v1-mixed_q4_0": block("q4_0", [0, 4, 5]),
     "v2-image": image(),
     "v2-latent": latent(),
-    "v3-mixed_q4_0": replace(block("q4_0", [0, 4, 5]), truth=TRUTH, past=2**64 - 3),
+    "v3-mixed_q4_0": replace(block("q4_0", [0, 4, 5]), past=2**64 - 3),
+    "v4-mixed_q4_0": replace(
+        block("q4_0", [0, 4, 5]),
+        truth=TRUTH,
+        past=2**64 - 3,
+        setting="model=0 types=q4_0 window=2/1/1",
+        checkpoints=(point(),),
+    ),
 }
 
 

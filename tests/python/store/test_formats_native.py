@@ -53,7 +53,7 @@ def test_another_program_can_read_it(tmp_path: Path) -> None:
     with safe_open(tmp_path / "x.safetensors", framework="numpy") as file:
         metadata = file.metadata()
         assert metadata["format"] == "mixedkv.block"
-        assert metadata["version"] == "3"
+        assert metadata["version"] == "4"
         assert metadata["identity"] == IDENTITY.hex()
         assert json.loads(metadata["block"]) == block.describe()
         assert set(file.keys()) == set(block.to_arrays())
@@ -136,7 +136,7 @@ def test_a_forged_file_that_changes_nothing_is_read() -> None:
 
 FORGERIES = {
     "old version": metadata("version", "0"),
-    "new version": metadata("version", "4"),
+    "new version": metadata("version", "5"),
     "other format": metadata("format", "pt"),
     "identity": metadata("identity", "00" * 32),
     "version is no text": metadata("version", 1),

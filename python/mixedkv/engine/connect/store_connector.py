@@ -259,10 +259,12 @@ class StoreConnector:
         self._n_unstored -= 1
 
     def _identity(self, tenant: str) -> Identity:
+        setting = self._engine.llm.kv.row_setting  # a window or an adapter may change
         with self._identity_lock:
-            if tenant not in self._identities:
-                self._identities[tenant] = Identity.of(self._engine.llm, tenant=tenant)
-            return self._identities[tenant]
+            known = self._identities.get(tenant)
+            if known is None or known.setting != setting:
+                known = self._identities[tenant] = Identity.of(self._engine.llm, tenant=tenant)
+            return known
 
     def _fetch(self, wanted: Wanted) -> None:
         if wanted.job.cancelled:

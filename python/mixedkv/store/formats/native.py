@@ -20,8 +20,8 @@ from mixedkv.kv.block import KVBlock
 from mixedkv.store.entry_row import EntryError
 
 FORMAT = "mixedkv.block"
-VERSION = "3"
-_READ = ("1", "2", VERSION)  # rows of the former versions are doubted
+VERSION = "4"
+_READ = ("1", "2", "3", VERSION)  # rows of the former versions are doubted
 _MAX_HEADER = 1 << 24  # 0.2% of what an entry of 8 GiB takes; a layer needs some 600 bytes
 _MAX_DIM = 1 << 40
 _DTYPES: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "F16": np.dtype("<f2"), "U8": np.dtype("u1")}

@@ -336,7 +336,7 @@ def load_packed(
             _check_sample(llm, block)
         finally:
             llm.kv.remove(0)
-    llm.kv.load(block.as_own() if off <= _EXACT else block)
+    llm.kv.load(block.as_own(llm.kv.row_setting) if off <= _EXACT else block)
     return off
 
 
