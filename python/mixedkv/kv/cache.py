@@ -182,7 +182,9 @@ class KVCache(Evaluating):
             raise ValueError(f"at={at}: use a position from 0 to {INT32_MAX - len(block)}")
         point = None if more or shift else block.checkpoint_at(block.p1)
         past = point.past_at(block.p1) if point is not None else None
-        if past is not None and block.groups and past != block.past_at(block.p1):
+        # images may have any ids, also those before the block
+        is_known = past is not None and block.groups and block.p0 == 0 and block.is_text
+        if is_known and past != block.past_at(block.p1):
             raise ValueError("block: its checkpoint was taken behind other tokens than it has")
         follows = seq == 0 and block.p0 + shift == self._llama.n_tokens
         drop_from = self._llama.n_tokens if follows else -1

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -328,6 +329,22 @@ def test_a_checkpoint_is_of_its_tokens(model: str, kv: str, zoo_path: Callable[[
         assert llm.kv.exact_tokens == own.first
         llm.eval(ours[own.first : 280])
         assert llm.kv.exact_tokens == 280
+
+
+def test_a_block_has_a_checkpoint_of_its_tokens(zoo_path: Callable[[str], Path]) -> None:
+    with opened(zoo_path("lfm2"), Settings("f16")) as llm:
+        blocks = []
+        for tokens in (tokens_of(12), tokens_of(13)):
+            llm.reset()
+            llm.kv.clear()
+            llm.eval(tokens)
+            blocks.append(llm.kv.export())
+        llm.kv.clear()
+        with pytest.raises(ValueError, match="checkpoint was taken behind other tokens"):
+            llm.kv.load(replace(blocks[0], checkpoints=blocks[1].checkpoints))
+        unknown = tuple(replace(point, pasts=point.pasts[:0]) for point in blocks[0].checkpoints)
+        llm.kv.load(replace(blocks[0], checkpoints=unknown))
+        assert llm.kv.exact_tokens < N
 
 
 def test_a_checkpoint_of_another_window_is_approximate(zoo_path: Callable[[str], Path]) -> None:
