@@ -22,6 +22,7 @@ from mixedkv.sessions.metadata import (
     RecordCodec,
     beside,
 )
+from mixedkv.sqlite_wal import WalConnection
 from mixedkv.store.encryption import KeyCipher, KeySource
 from mixedkv.store.tiers.disk import check_folder, inode, open_own
 
@@ -132,9 +133,17 @@ class SQLiteMetadata:
             open_own(Path(self._path)).close()
             self._file = inode(Path(self._path))
         # autocommit: every statement here is one transaction
-        db = sqlite3.connect(self._path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+        db = sqlite3.connect(
+            self._path,
+            timeout=_BUSY_SECONDS,
+            isolation_level=None,
+            check_same_thread=False,
+            factory=WalConnection,
+        )
         try:
             prepare(db, self._path, _VERSION, _TABLES)
+            if self._path != ":memory:":
+                db.watch(self._path)
         except BaseException:
             db.close()
             raise

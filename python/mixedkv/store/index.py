@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from mixedkv.sqlite_wal import WalConnection
 from mixedkv.store import eviction as leaving
 from mixedkv.store.entry_row import FIELDS, NOBODY, EntryRow, Owner, sound_row
 from mixedkv.store.eviction import Eviction
@@ -92,7 +93,11 @@ class Index:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._db = sqlite3.connect(
-            path or ":memory:", timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
+            path or ":memory:",
+            timeout=_BUSY_SECONDS,
+            isolation_level=None,
+            check_same_thread=False,
+            factory=WalConnection,
         )
         self.sessions = SessionRows(self._db)
         try:
@@ -105,6 +110,7 @@ class Index:
         if self._path:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")  # stored entries survive a power cut
+            self._db.watch(self._path)
         self._db.execute("PRAGMA secure_delete = ON")  # a removed data key leaves no copy in a free page
         self._db.execute("PRAGMA foreign_keys = ON")
         leaving.prepare(self._db)
