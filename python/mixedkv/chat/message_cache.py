@@ -410,6 +410,15 @@ class ChatTurn(_llama_cpp.Completions):
         """No limit where old tokens make room."""
         return self._sequence.size if self._sequence.sinks is None else INT32_MAX
 
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
+        """Tokenize as the `Llama` does. A prompt begins with BOS where the vocabulary asks for it, also if
+        the template leaves it out, as in the chats of an engine.
+        """
+        tokens = self._llm.tokenize(text, add_bos, special)
+        vocab = _llama_cpp.vocab(self._llm)
+        begin = [llama_cpp.llama_vocab_bos(vocab)] if llama_cpp.llama_vocab_get_add_bos(vocab) else []
+        return begin + tokens if special and tokens[:1] != begin else tokens
+
     def create_completion(self, prompt: Any, *, max_tokens: int | None = 16, **options: Any) -> Any:
         if max_tokens is None or max_tokens <= 0:
             max_tokens = max(self._sequence.size - len(prompt), self._sequence.size // 4)
