@@ -22,12 +22,13 @@ N_HONEST, CONNECTIONS = 17, 32
 HONEST = [f"t{i:02}-key-0123456789abcdef" for i in range(N_HONEST)]
 FLOOD = "flood-key-0123456789abcdef"
 MOST_TIMES = 3.0
+WARM = 5.0  # seconds until all tenants have begun
 OPTIONS = ("--n-ctx", "4096", "--embeddings", "--model-name", "m", "--request-timeout", "60")
 
 
 def start(module: str, *arguments: Any) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", f"support.{module}", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=TESTS)
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=TESTS)
 
 
 def percentile(values: list[float], q: float = 0.99) -> float:
@@ -45,7 +46,8 @@ def soak(folder: Path, alone: float, each: float, names: list[str]) -> dict[str,
     times: list[tuple[float, str]] = []
     with running(*OPTIONS, "--api-key-file", str(keys), "--store", str(folder / "store")) as server:
         server.status("POST", "/v1/completions", {"prompt": "x" * 100_000}, key=FLOOD)  # starts processes
-        honest = start("tenants_child", server.port, alone + len(names) * each, *HONEST)
+        honest = start("tenants_child", server.port, *HONEST)
+        time.sleep(WARM)
         times.append((time.monotonic(), ""))
         time.sleep(alone)
         for name in names:
@@ -57,8 +59,8 @@ def soak(folder: Path, alone: float, each: float, names: list[str]) -> dict[str,
         seen = json.loads(honest.communicate(timeout=400)[0])
         check_server(server, seen, memory)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ["", *names]}
-    for began, first, whole, _ in seen:
-        name = next((name for at, name in reversed(times) if at <= began), "")
+    for began, first, whole, _ in (each for each in seen if each[0] >= times[0][0]):
+        name = next(name for at, name in reversed(times) if at <= began)
         found[name].append((first, whole))
     return found
 

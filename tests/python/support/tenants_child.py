@@ -1,7 +1,8 @@
-"""Honest tenants, each with one request at a time: `python -m support.tenants_child PORT SECONDS KEY...`.
+"""Honest tenants, each with one request at a time: `python -m support.tenants_child PORT KEY...`.
 
-A process of its own, so that what it waits for is the server. Prints JSON: of each request when it began, on
-the machine's clock, the seconds to its first token and of all of it, and its status: 0 where it hangs.
+They ask until the end of the input, in a process of its own, so that what they wait for is the server. Prints
+JSON: of each request when it began, on the machine's clock, the seconds to its first token and of all of it,
+and its status: 0 where it hangs.
 """
 
 from __future__ import annotations
@@ -18,20 +19,22 @@ from support.flood_child import words
 HANGS = 120.0  # seconds without a byte
 
 
-def run(port: int, seconds: float, keys: list[str]) -> list[tuple[float, float, float, int]]:
+def run(port: int, keys: list[str]) -> list[tuple[float, float, float, int]]:
     seen: list[tuple[float, float, float, int]] = []
-    end = time.monotonic() + seconds
+    over = threading.Event()
 
     def tenant(key: str) -> None:
         rng = random.Random(key)
         time.sleep(rng.random())
-        while time.monotonic() < end:
+        while not over.is_set():
             seen.append(ask(port, key, words(rng, rng.randint(20, 200)), rng.randint(8, 48)))
-            time.sleep(rng.uniform(0.2, 2))
+            over.wait(rng.uniform(0.2, 2))
 
     threads = [threading.Thread(target=tenant, args=(key,)) for key in keys]
     for thread in threads:
         thread.start()
+    sys.stdin.read()
+    over.set()
     for thread in threads:
         thread.join()
     return seen
@@ -63,4 +66,4 @@ def ask(port: int, key: str, text: str, n: int) -> tuple[float, float, float, in
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:])), flush=True)
+    print(json.dumps(run(int(sys.argv[1]), sys.argv[2:])), flush=True)
