@@ -33,16 +33,14 @@ struct column_q8_0 { // as ggml has it
 };
 static_assert(sizeof(column_q8_0) == 34);
 
-// The types of rows. An element is scale * (value - bias) + least; value has so many bits and no sign. faster_alone
-// says that one column is no slower than llama.cpp's product, which decides who makes it unless MIXEDKV_WEIGHTS=all.
+// The types of rows. An element is scale * (value - bias) + least; value has so many bits and no sign.
 struct row_q4_0 {
-    static constexpr int  bits         = 4;
-    static constexpr int  bias         = 8;
-    static constexpr int  scales       = 1; // of a block of 32 elements
-    static constexpr bool has_least    = false;
-    static constexpr int  blocks       = 1; // of one such struct
-    static constexpr int  together     = 1; // rows in one such struct
-    static constexpr bool faster_alone = false;
+    static constexpr int  bits      = 4;
+    static constexpr int  bias      = 8;
+    static constexpr int  scales    = 1; // of a block of 32 elements
+    static constexpr bool has_least = false;
+    static constexpr int  blocks    = 1; // of one such struct
+    static constexpr int  together  = 1; // rows in one such struct
 
     uint16_t scale;
     uint8_t  nibbles[16]; // element i and i + 16
@@ -50,13 +48,12 @@ struct row_q4_0 {
 static_assert(sizeof(row_q4_0) == 18);
 
 struct row_q4_1 {
-    static constexpr int  bits         = 4;
-    static constexpr int  bias         = 0;
-    static constexpr int  scales       = 1;
-    static constexpr bool has_least    = true;
-    static constexpr int  blocks       = 1;
-    static constexpr int  together     = 1;
-    static constexpr bool faster_alone = true;
+    static constexpr int  bits      = 4;
+    static constexpr int  bias      = 0;
+    static constexpr int  scales    = 1;
+    static constexpr bool has_least = true;
+    static constexpr int  blocks    = 1;
+    static constexpr int  together  = 1;
 
     uint16_t scale;
     uint16_t least;
@@ -65,13 +62,12 @@ struct row_q4_1 {
 static_assert(sizeof(row_q4_1) == 20);
 
 struct row_q5_0 {
-    static constexpr int  bits         = 5;
-    static constexpr int  bias         = 16;
-    static constexpr int  scales       = 1;
-    static constexpr bool has_least    = false;
-    static constexpr int  blocks       = 1;
-    static constexpr int  together     = 1;
-    static constexpr bool faster_alone = true;
+    static constexpr int  bits      = 5;
+    static constexpr int  bias      = 16;
+    static constexpr int  scales    = 1;
+    static constexpr bool has_least = false;
+    static constexpr int  blocks    = 1;
+    static constexpr int  together  = 1;
 
     uint16_t scale;
     uint8_t  fifth[4]; // bit i of element i
@@ -80,13 +76,12 @@ struct row_q5_0 {
 static_assert(sizeof(row_q5_0) == 22);
 
 struct row_q5_1 {
-    static constexpr int  bits         = 5;
-    static constexpr int  bias         = 0;
-    static constexpr int  scales       = 1;
-    static constexpr bool has_least    = true;
-    static constexpr int  blocks       = 1;
-    static constexpr int  together     = 1;
-    static constexpr bool faster_alone = true;
+    static constexpr int  bits      = 5;
+    static constexpr int  bias      = 0;
+    static constexpr int  scales    = 1;
+    static constexpr bool has_least = true;
+    static constexpr int  blocks    = 1;
+    static constexpr int  together  = 1;
 
     uint16_t scale;
     uint16_t least;
@@ -96,13 +91,12 @@ struct row_q5_1 {
 static_assert(sizeof(row_q5_1) == 24);
 
 struct row_q8_0 {
-    static constexpr int  bits         = 8;
-    static constexpr int  bias         = 128;
-    static constexpr int  scales       = 1;
-    static constexpr bool has_least    = false;
-    static constexpr int  blocks       = 1;
-    static constexpr int  together     = 1;
-    static constexpr bool faster_alone = true;
+    static constexpr int  bits      = 8;
+    static constexpr int  bias      = 128;
+    static constexpr int  scales    = 1;
+    static constexpr bool has_least = false;
+    static constexpr int  blocks    = 1;
+    static constexpr int  together  = 1;
 
     uint16_t scale;
     int8_t   values[WEIGHTS_BLOCK];
@@ -110,13 +104,12 @@ struct row_q8_0 {
 static_assert(sizeof(row_q8_0) == 34);
 
 struct row_q4_k {
-    static constexpr int  bits         = 4;
-    static constexpr int  bias         = 0;
-    static constexpr int  scales       = 1;
-    static constexpr bool has_least    = true;
-    static constexpr int  blocks       = 8;
-    static constexpr int  together     = 1;
-    static constexpr bool faster_alone = false;
+    static constexpr int  bits      = 4;
+    static constexpr int  bias      = 0;
+    static constexpr int  scales    = 1;
+    static constexpr bool has_least = true;
+    static constexpr int  blocks    = 8;
+    static constexpr int  together  = 1;
 
     uint16_t scale;       // of the scales of blocks
     uint16_t least;       // of their least values, which are subtracted
@@ -126,13 +119,12 @@ struct row_q4_k {
 static_assert(sizeof(row_q4_k) == 144);
 
 struct row_q5_k {
-    static constexpr int  bits         = 5;
-    static constexpr int  bias         = 0;
-    static constexpr int  scales       = 1;
-    static constexpr bool has_least    = true;
-    static constexpr int  blocks       = 8;
-    static constexpr int  together     = 1;
-    static constexpr bool faster_alone = false;
+    static constexpr int  bits      = 5;
+    static constexpr int  bias      = 0;
+    static constexpr int  scales    = 1;
+    static constexpr bool has_least = true;
+    static constexpr int  blocks    = 8;
+    static constexpr int  together  = 1;
 
     uint16_t scale;
     uint16_t least;
@@ -143,13 +135,12 @@ struct row_q5_k {
 static_assert(sizeof(row_q5_k) == 176);
 
 struct row_q6_k {
-    static constexpr int  bits         = 6;
-    static constexpr int  bias         = 32;
-    static constexpr int  scales       = 2;
-    static constexpr bool has_least    = false;
-    static constexpr int  blocks       = 8;
-    static constexpr int  together     = 1;
-    static constexpr bool faster_alone = false;
+    static constexpr int  bits      = 6;
+    static constexpr int  bias      = 32;
+    static constexpr int  scales    = 2;
+    static constexpr bool has_least = false;
+    static constexpr int  blocks    = 8;
+    static constexpr int  together  = 1;
 
     uint8_t  nibbles[128];
     uint8_t  upper[64];
@@ -160,13 +151,12 @@ static_assert(sizeof(row_q6_k) == 210);
 
 // A scale is a power of two, by its exponent; value is a place in the table mxfp4_values.
 struct row_mxfp4 {
-    static constexpr int  bits         = 5;
-    static constexpr int  bias         = 12;
-    static constexpr int  scales       = 1;
-    static constexpr bool has_least    = false;
-    static constexpr int  blocks       = 1;
-    static constexpr int  together     = 1;
-    static constexpr bool faster_alone = false;
+    static constexpr int  bits      = 5;
+    static constexpr int  bias      = 12;
+    static constexpr int  scales    = 1;
+    static constexpr bool has_least = false;
+    static constexpr int  blocks    = 1;
+    static constexpr int  together  = 1;
 
     uint8_t exponent;
     uint8_t nibbles[16];
@@ -178,13 +168,12 @@ constexpr uint8_t mxfp4_values[16] = { 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 1
 
 // Eight rows of Q4_0, interleaved by 8 bytes of each; values have a sign in 4 bits
 struct rows_q4_0_x8 {
-    static constexpr int  bits         = 4;
-    static constexpr int  bias         = 8;
-    static constexpr int  scales       = 1;
-    static constexpr bool has_least    = false;
-    static constexpr int  blocks       = 1;
-    static constexpr int  together     = 8;
-    static constexpr bool faster_alone = true;
+    static constexpr int  bits      = 4;
+    static constexpr int  bias      = 8;
+    static constexpr int  scales    = 1;
+    static constexpr bool has_least = false;
+    static constexpr int  blocks    = 1;
+    static constexpr int  together  = 8;
 
     uint16_t scale[8];
     uint8_t  nibbles[8 * 16];
@@ -193,13 +182,12 @@ static_assert(sizeof(rows_q4_0_x8) == 8 * sizeof(row_q4_0));
 
 // Eight rows of Q4_K, interleaved by 8 bytes of each
 struct rows_q4_k_x8 {
-    static constexpr int  bits         = 4;
-    static constexpr int  bias         = 0;
-    static constexpr int  scales       = 1;
-    static constexpr bool has_least    = true;
-    static constexpr int  blocks       = 8;
-    static constexpr int  together     = 8;
-    static constexpr bool faster_alone = true;
+    static constexpr int  bits      = 4;
+    static constexpr int  bias      = 0;
+    static constexpr int  scales    = 1;
+    static constexpr bool has_least = true;
+    static constexpr int  blocks    = 8;
+    static constexpr int  together  = 8;
 
     uint16_t scale[8];
     uint16_t least[8];
@@ -210,13 +198,12 @@ static_assert(sizeof(rows_q4_k_x8) == 8 * sizeof(row_q4_k));
 
 // Eight rows of MXFP4, interleaved by 8 bytes of each
 struct rows_mxfp4_x8 {
-    static constexpr int  bits         = 5;
-    static constexpr int  bias         = 12;
-    static constexpr int  scales       = 1;
-    static constexpr bool has_least    = false;
-    static constexpr int  blocks       = 1;
-    static constexpr int  together     = 8;
-    static constexpr bool faster_alone = false;
+    static constexpr int  bits      = 5;
+    static constexpr int  bias      = 12;
+    static constexpr int  scales    = 1;
+    static constexpr bool has_least = false;
+    static constexpr int  blocks    = 1;
+    static constexpr int  together  = 8;
 
     uint8_t exponent[8];
     uint8_t nibbles[8 * 16];

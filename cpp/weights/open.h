@@ -32,6 +32,12 @@ MIXEDKV_INLINE Ints fifth_bit(Ints bytes, int b) {
     return (b < 4 ? bytes << (4 - b) : bytes >> (b - 4)) & 0x10101010;
 }
 
+// Bits 2 i and 2 i + 1 of each byte of a lane, as the fifth and sixth of an element
+template <class Ints>
+MIXEDKV_INLINE Ints upper_bits(Ints bytes, int i) {
+    return (i < 2 ? bytes << (4 - 2 * i) : bytes >> (2 * i - 4)) & 0x30303030;
+}
+
 // Group g of a block: low nibbles are groups 0 to 3, high nibbles 4 to 7.
 template <class Ints>
 MIXEDKV_INLINE Ints nibbles_of(const Ints lines[4], int g) {
@@ -316,8 +322,9 @@ MIXEDKV_INLINE void open(const row_q6_k *, const char * const * rows, size_t at,
             }
 #pragma GCC unroll 8
             for (int g = 0; g < groups; g++) {
-                const typename V::ints four = nibbles[i % 2 * 2 + g / 4][g % 4], two = upper[g / 4][g % 4] >> 2 * i;
-                out.values(b, g, (i < 2 ? low_nibbles(four) : high_nibbles(four)) | (two & 0x03030303) << 4);
+                const typename V::ints four = nibbles[i % 2 * 2 + g / 4][g % 4];
+                out.values(b, g,
+                           (i < 2 ? low_nibbles(four) : high_nibbles(four)) | upper_bits(upper[g / 4][g % 4], i));
             }
             out.done(b);
         }

@@ -63,16 +63,12 @@ bool is_half(int type) {
 
 // Null where llama.cpp makes the product
 const weights_kernels * body_of(int type, int64_t n_columns) {
-    // where a single column of ours is as fast, it has the bits that it has in a batch
-    static const bool all = is_set("MIXEDKV_WEIGHTS", "all") || chosen().quantised == weights_avx2();
     if (is_half(type)) {
         return n_columns == 1                        ? chosen().halves_one
                : n_columns >= WEIGHTS_HALVES_COLUMNS ? chosen().halves_many
                                                      : nullptr;
     }
-    bool own = all || n_columns > 1;
-    return with_row_type(type, [&](auto * row) { own = own || row->faster_alone; }) && own ? chosen().quantised
-                                                                                           : nullptr;
+    return with_row_type(type, [](auto *) {}) ? chosen().quantised : nullptr;
 }
 
 // Rows that are not wanted

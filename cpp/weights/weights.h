@@ -70,8 +70,8 @@ struct weights_product {
 #define WEIGHTS_WANTED_PARAM 14
 
 // Whether products of rows of this type with so many columns are made here, on this processor; all functions below need
-// that. llama.cpp keeps few columns of some types, for which it is faster. MIXEDKV_WEIGHTS=llama.cpp leaves all to it,
-// MIXEDKV_WEIGHTS=all takes single columns of all quantised types. MIXEDKV_ISA forces a body as it does for attention.
+// that. llama.cpp keeps some columns of rows in 16 bits. MIXEDKV_WEIGHTS=llama.cpp leaves all products to it. MIXEDKV_ISA
+// forces a body as it does for attention.
 WEIGHTS_API bool weights_supported(int type, int64_t n_columns);
 
 // Columns as products with this type of rows read them, at an address that is a multiple of WEIGHTS_ALIGNMENT
