@@ -75,7 +75,7 @@ bool cpu_has_avx512() {
 
 bool cpu_has_amx() {
     return cpu_has_avx512() && bits(cpuid(7, 1).eax, { 5 }) && // AVX512_BF16
-           bits(cpuid(7, 0).edx, { 22, 24 }) &&                // AMX_BF16, AMX_TILE
+           bits(cpuid(7, 0).edx, { 22, 24, 25 }) &&            // AMX_BF16, AMX_TILE, AMX_INT8
            os_saves({ 17, 18 }) && amx_permitted();
 }
 #else

@@ -10,7 +10,8 @@
 #include <cstring>
 #include <type_traits>
 
-#define MIXEDKV_INLINE inline __attribute__((always_inline))
+#define MIXEDKV_INLINE        inline __attribute__((always_inline))
+#define MIXEDKV_INLINE_LAMBDA __attribute__((always_inline))
 
 namespace mixedkv {
 namespace {
@@ -262,13 +263,14 @@ bool with_row_type(int type, F && f) {
 struct weights_kernels {
     const char * name;
     bool (*supported)();
-    size_t work_bytes; // that a thread needs
+    size_t (*work_bytes)(int64_t n_elements, int64_t n_chosen); // that a thread needs, with columns that are chosen
     size_t (*columns_bytes)(int type, int64_t n_elements, int64_t n_columns);
     void (*pack)(const weights_columns & columns, const float * x, int64_t column, int64_t first, int64_t n);
     void (*run)(const weights_product & product, void * work, int64_t row_0, int64_t row_1);
 };
 
 const weights_kernels * weights_amx();           // rows in 16 bits, many columns
+const weights_kernels * weights_tiles();         // quantised rows, many columns
 const weights_kernels * weights_avx512_halves(); // rows in 16 bits, a single column
 const weights_kernels * weights_avx512();
 const weights_kernels * weights_avxvnni();

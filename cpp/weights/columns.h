@@ -41,26 +41,36 @@ void pack_block(const column_q8_0 & in, column_block & out) {
     std::memcpy(out.halves[1] + 2, in.values + WEIGHTS_BLOCK / 2, WEIGHTS_BLOCK / 2);
 }
 
+inline size_t no_work_bytes(int64_t, int64_t) {
+    return 0;
+}
+
 inline size_t quantised_bytes(int, int64_t n_elements, int64_t n_columns) {
     return size_t(n_columns) * column_bytes(n_elements);
 }
 
-inline void pack_quantised(const weights_columns & columns, const float * x, int64_t column, int64_t first, int64_t n) {
+// Calls f with each block of x as llama.cpp rounds it.
+template <class F>
+inline void for_each_rounded(const weights_columns & columns, const float * x, int64_t n_blocks, F && f) {
     constexpr int64_t       at_once = 32;
     alignas(64) column_q8_0 rounded[at_once];
 
+    for (int64_t b = 0, some; b < n_blocks; b += some) {
+        some = n_blocks - b < at_once ? n_blocks - b : at_once;
+        columns.quantise(x + b * WEIGHTS_BLOCK, rounded, some * WEIGHTS_BLOCK);
+        for (int64_t i = 0; i < some; i++) {
+            f(b + i, rounded[i]);
+        }
+    }
+}
+
+inline void pack_quantised(const weights_columns & columns, const float * x, int64_t column, int64_t first, int64_t n) {
     auto * out = reinterpret_cast<column_block *>(static_cast<char *>(columns.packed) +
                                                   column * column_bytes(columns.n_elements)) +
                  first;
     with_row_type(columns.type, [&](auto * row) {
         using Row = std::remove_cv_t<std::remove_pointer_t<decltype(row)>>;
-        for (int64_t b = 0, some; b < n; b += some) {
-            some = n - b < at_once ? n - b : at_once;
-            columns.quantise(x + b * WEIGHTS_BLOCK, rounded, some * WEIGHTS_BLOCK);
-            for (int64_t i = 0; i < some; i++) {
-                pack_block<Row>(rounded[i], out[b + i]);
-            }
-        }
+        for_each_rounded(columns, x, n, [&](int64_t b, const column_q8_0 & in) { pack_block<Row>(in, out[b]); });
     });
 }
 

@@ -36,10 +36,29 @@ static inline bool weights_take(const struct ggml_tensor * dst) {
            weights_supported(weights_type_of(rows), is_routed ? dst->src[2]->ne[1] : ggml_nrows(dst->src[1]));
 }
 
+// The columns of a product, as they are packed at this address
+static inline struct weights_columns weights_columns_of(const struct ggml_tensor * dst, void * packed) {
+    const struct weights_columns res = {
+        .type       = weights_type_of(dst->src[0]),
+        .are_chosen = weights_is_routed(dst),
+        .n_elements = dst->src[0]->ne[0],
+        .n_columns  = ggml_nrows(dst->src[1]),
+        .packed     = packed,
+        .quantise   = ggml_get_type_traits_cpu(GGML_TYPE_Q8_0)->from_float,
+    };
+    return res;
+}
+
 // Bytes of the columns that the threads share
 static inline size_t weights_packed_size(const struct ggml_tensor * dst) {
-    const int type = weights_type_of(dst->src[0]);
-    return GGML_PAD(weights_columns_bytes(type, dst->src[0]->ne[0], ggml_nrows(dst->src[1])), WEIGHTS_ALIGNMENT);
+    const struct weights_columns columns = weights_columns_of(dst, NULL);
+    return GGML_PAD(weights_columns_bytes(&columns), WEIGHTS_ALIGNMENT);
+}
+
+// Bytes that a thread needs besides
+static inline size_t weights_work_size(const struct ggml_tensor * dst) {
+    const struct weights_columns columns = weights_columns_of(dst, NULL);
+    return GGML_PAD(weights_work_bytes(&columns), WEIGHTS_ALIGNMENT);
 }
 
 // Which columns go to which experts
@@ -70,8 +89,7 @@ static inline size_t weights_wdata_size(const struct ggml_tensor * dst, int n_th
     if (!weights_take(dst)) {
         return 0;
     }
-    const size_t work = weights_work_bytes(weights_type_of(dst->src[0]), ggml_nrows(dst->src[1]));
-    return WEIGHTS_ALIGNMENT + weights_packed_size(dst) + weights_routes_size(dst) + n_threads * work;
+    return WEIGHTS_ALIGNMENT + weights_packed_size(dst) + weights_routes_size(dst) + n_threads * weights_work_size(dst);
 }
 
 static inline int32_t weights_expert(const struct ggml_tensor * ids, int64_t token, int64_t i) {
@@ -154,20 +172,13 @@ static inline struct weights_product weights_product_of(const struct ggml_tensor
 static inline bool weights_join(const struct ggml_tensor * first, const struct ggml_tensor * dst) {
     return dst->op == first->op && dst->src[1] == first->src[1] && (dst->flags & GGML_TENSOR_FLAG_COMPUTE) &&
            weights_take(dst) && dst->src[0]->op == GGML_OP_NONE &&
-           weights_packed_alike(weights_type_of(dst->src[0]), weights_type_of(first->src[0]));
+           weights_packed_alike(weights_type_of(dst->src[0]), weights_type_of(first->src[0]), ggml_nrows(dst->src[1]));
 }
 
 // Packs the columns of a product, with the other threads, and sorts those that are routed.
-static inline struct weights_columns weights_prepare(struct ggml_compute_params * params,
-                                                     const struct ggml_tensor * dst, char * packed) {
+static inline void weights_prepare(struct ggml_compute_params * params, const struct ggml_tensor * dst, char * packed) {
     GGML_ASSERT(params->wsize >= weights_wdata_size(dst, params->nth));
-    const struct weights_columns columns = {
-        .type       = weights_type_of(dst->src[0]),
-        .n_elements = dst->src[0]->ne[0],
-        .n_columns  = ggml_nrows(dst->src[1]),
-        .packed     = packed,
-        .quantise   = ggml_get_type_traits_cpu(GGML_TYPE_Q8_0)->from_float,
-    };
+    const struct weights_columns columns = weights_columns_of(dst, packed);
     weights_pack_columns(dst, &columns, params->ith, params->nth);
     if (params->ith == 0) {
         if (weights_is_routed(dst)) {
@@ -177,7 +188,6 @@ static inline struct weights_columns weights_prepare(struct ggml_compute_params 
         ggml_threadpool_chunk_set(params->threadpool, params->nth);
     }
     ggml_barrier(params->threadpool);
-    return columns;
 }
 
 // Rows that a thread draws at a time: four turns for each thread, so that one that is held up leaves its work to others
@@ -221,9 +231,9 @@ static inline int weights_compute_forward(struct ggml_compute_params * params, c
     }
     char * const packed = (char *)params->wdata + -(uintptr_t)params->wdata % WEIGHTS_ALIGNMENT;
 
-    const struct weights_columns columns = weights_prepare(params, first, packed);
-    char * const                 work    = packed + weights_packed_size(first) + weights_routes_size(first) +
-                                           params->ith * weights_work_bytes(columns.type, columns.n_columns);
+    weights_prepare(params, first, packed);
+    char * const work =
+        packed + weights_packed_size(first) + weights_routes_size(first) + params->ith * weights_work_size(first);
     if (weights_is_routed(first)) {
         weights_compute_routed(params, first, packed, work);
         return 0;

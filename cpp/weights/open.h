@@ -323,8 +323,7 @@ MIXEDKV_INLINE void open(const row_q6_k *, const char * const * rows, size_t at,
 #pragma GCC unroll 8
             for (int g = 0; g < groups; g++) {
                 const typename V::ints four = nibbles[i % 2 * 2 + g / 4][g % 4];
-                out.values(b, g,
-                           (i < 2 ? low_nibbles(four) : high_nibbles(four)) | upper_bits(upper[g / 4][g % 4], i));
+                out.values(b, g, (i < 2 ? low_nibbles(four) : high_nibbles(four)) | upper_bits(upper[g / 4][g % 4], i));
             }
             out.done(b);
         }

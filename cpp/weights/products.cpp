@@ -23,6 +23,7 @@ const weights_kernels * if_supported(const weights_kernels * body) {
 // Without a body for the processor llama.cpp's own products are faster than the twin, which is taken only when forced.
 struct bodies {
     const weights_kernels * quantised   = nullptr;
+    const weights_kernels * tiles       = nullptr; // quantised rows, WEIGHTS_TILE_COLUMNS or more
     const weights_kernels * halves_one  = nullptr; // rows in 16 bits, a single column
     const weights_kernels * halves_many = nullptr; // WEIGHTS_HALVES_COLUMNS or more
 
@@ -38,6 +39,7 @@ struct bodies {
         }
         if (isa.empty() || isa == "amx") {
             halves_many = if_supported(weights_amx());
+            tiles       = if_supported(weights_tiles());
         }
         if (isa != "avx2" && isa != "avxvnni") {
             quantised  = if_supported(weights_avx512());
@@ -61,6 +63,18 @@ bool is_half(int type) {
     return type == WEIGHTS_F16 || type == WEIGHTS_BF16;
 }
 
+// What rows of a quantised type want of the columns: their bias, and how many scales they have in a block
+std::pair<int, int> packing_of(int type) {
+    std::pair<int, int> res(0, 1);
+    with_row_type(type, [&](auto * row) { res = { row->bias, row->scales }; });
+    return res;
+}
+
+// Not Q6_K: with two scales in a block vectors would have twice the work, and are faster alone.
+bool by_tiles(int type, int64_t n_columns) {
+    return chosen().tiles && n_columns >= WEIGHTS_TILE_COLUMNS && packing_of(type).second == 1;
+}
+
 // Null where llama.cpp makes the product
 const weights_kernels * body_of(int type, int64_t n_columns) {
     if (is_half(type)) {
@@ -68,7 +82,16 @@ const weights_kernels * body_of(int type, int64_t n_columns) {
                : n_columns >= WEIGHTS_HALVES_COLUMNS ? chosen().halves_many
                                                      : nullptr;
     }
-    return with_row_type(type, [](auto *) {}) ? chosen().quantised : nullptr;
+    if (!with_row_type(type, [](auto *) {})) {
+        return nullptr;
+    }
+    return by_tiles(type, n_columns) ? chosen().tiles : chosen().quantised;
+}
+
+// That these columns are packed for. Of those that are chosen, few may go to one product and many to another: tiles
+// take them as they are packed for others.
+const weights_kernels * packed_by(const weights_columns & columns) {
+    return columns.are_chosen ? chosen().quantised : body_of(columns.type, columns.n_columns);
 }
 
 // Rows that are not wanted
@@ -77,13 +100,6 @@ void fill(const weights_product & p, int64_t row_0, int64_t row_1) {
         float * out = out_column(p, c);
         std::fill(out + row_0, out + row_1, -std::numeric_limits<float>::infinity());
     }
-}
-
-// What rows of a quantised type want of the columns: their bias, and how many scales they have in a block
-std::pair<int, int> packing_of(int type) {
-    std::pair<int, int> res(0, 1);
-    with_row_type(type, [&](auto * row) { res = { row->bias, row->scales }; });
-    return res;
 }
 
 } // namespace
@@ -95,25 +111,33 @@ bool weights_supported(int type, int64_t n_columns) {
     return body_of(type, n_columns);
 }
 
-size_t weights_columns_bytes(int type, int64_t n_elements, int64_t n_columns) {
-    return body_of(type, n_columns)->columns_bytes(type, n_elements, n_columns);
+size_t weights_columns_bytes(const weights_columns * columns) {
+    return packed_by(*columns)->columns_bytes(columns->type, columns->n_elements, columns->n_columns);
 }
 
 void weights_pack(const weights_columns * columns, const float * x, int64_t column, int64_t first, int64_t n) {
-    body_of(columns->type, columns->n_columns)->pack(*columns, x, column, first, n);
+    packed_by(*columns)->pack(*columns, x, column, first, n);
 }
 
-bool weights_packed_alike(int a, int b) {
-    return is_half(a) || is_half(b) ? a == b : packing_of(a) == packing_of(b);
+bool weights_packed_alike(int a, int b, int64_t n_columns) {
+    if (is_half(a) || is_half(b)) {
+        return a == b;
+    }
+    const bool tiles = by_tiles(a, n_columns);
+    return tiles == by_tiles(b, n_columns) && (tiles || packing_of(a) == packing_of(b));
 }
 
-size_t weights_work_bytes(int type, int64_t n_columns) {
-    return body_of(type, n_columns)->work_bytes;
+size_t weights_work_bytes(const weights_columns * columns) {
+    if (!columns->are_chosen) {
+        return body_of(columns->type, columns->n_columns)->work_bytes(columns->n_elements, 0);
+    }
+    // as many as are chosen at once, whatever their number is: a product may be given some of them twice
+    const int64_t any = std::numeric_limits<int32_t>::max();
+    return (chosen().tiles ? chosen().tiles : chosen().quantised)->work_bytes(columns->n_elements, any);
 }
 
 void weights_run(const weights_product * product, void * work, int64_t row_0, int64_t row_1) {
-    // a batch of columns may have a single one that is routed to these rows
-    const auto run = (product->chosen ? chosen().quantised : body_of(product->type, product->n_columns))->run;
+    const auto run = body_of(product->type, product->n_columns)->run;
     if (!product->wanted) {
         return run(*product, work, row_0, row_1);
     }

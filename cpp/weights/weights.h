@@ -14,6 +14,7 @@
 #define WEIGHTS_ROWS           32 // that a thread draws at once: 192 are few enough to share between several
 #define WEIGHTS_ALIGNMENT      64 // of packed columns and of a thread's memory, in bytes
 #define WEIGHTS_HALVES_COLUMNS 16 // fewer with rows in 16 bits, but for single ones, are left to llama.cpp
+#define WEIGHTS_TILE_COLUMNS   16 // and more are multiplied with quantised rows by tiles, where there are any
 
 #ifdef __cplusplus
 extern "C" {
@@ -70,13 +71,14 @@ struct weights_product {
 #define WEIGHTS_WANTED_PARAM 14
 
 // Whether products of rows of this type with so many columns are made here, on this processor; all functions below need
-// that. llama.cpp keeps some columns of rows in 16 bits. MIXEDKV_WEIGHTS=llama.cpp leaves all products to it. MIXEDKV_ISA
-// forces a body as it does for attention.
+// that. llama.cpp keeps some columns of rows in 16 bits. MIXEDKV_WEIGHTS=llama.cpp leaves all products to it.
+// MIXEDKV_ISA forces a body as it does for attention.
 WEIGHTS_API bool weights_supported(int type, int64_t n_columns);
 
 // Columns as products with this type of rows read them, at an address that is a multiple of WEIGHTS_ALIGNMENT
 struct weights_columns {
-    int     type; // of rows
+    int     type;       // of rows
+    bool    are_chosen; // each product takes some of them
     int64_t n_elements;
     int64_t n_columns;
     void *  packed;
@@ -85,17 +87,18 @@ struct weights_columns {
     void (*quantise)(const float * x, void * blocks, int64_t n_elements);
 };
 
-WEIGHTS_API size_t weights_columns_bytes(int type, int64_t n_elements, int64_t n_columns);
+// Bytes that they take
+WEIGHTS_API size_t weights_columns_bytes(const struct weights_columns * columns);
 
 // Blocks first to first + n - 1 of a column. x has their elements.
 WEIGHTS_API void weights_pack(const struct weights_columns * columns, const float * x, int64_t column, int64_t first,
                               int64_t n);
 
-// Whether rows of these types read columns that are packed alike
-WEIGHTS_API bool weights_packed_alike(int a, int b);
+// Whether rows of these types read so many columns packed alike, if none are chosen
+WEIGHTS_API bool weights_packed_alike(int a, int b, int64_t n_columns);
 
 // Memory that each thread needs, a multiple of WEIGHTS_ALIGNMENT
-WEIGHTS_API size_t weights_work_bytes(int type, int64_t n_columns);
+WEIGHTS_API size_t weights_work_bytes(const struct weights_columns * columns);
 
 // Rows row_0 to row_1 - 1 of all columns; row_0 is a multiple of WEIGHTS_ROWS.
 WEIGHTS_API void weights_run(const struct weights_product * product, void * work, int64_t row_0, int64_t row_1);

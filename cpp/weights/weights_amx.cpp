@@ -7,7 +7,7 @@
 #include "bodies.h"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
-#include "attention/x86/amx_tiles.h"
+#include "attention/x86/tile_session.h"
 
 #include <immintrin.h>
 
@@ -192,10 +192,12 @@ void run_rows(const weights_product & p, void * memory, int64_t row_0, int64_t r
     using work_of               = amx_work<Row>;
     constexpr int64_t most_rows = work_of::row_tiles * lanes, most_columns = work_of::column_tiles * lanes;
 
-    const weights_columns columns  = { p.type, p.n_elements, p.n_columns, const_cast<void *>(p.columns), nullptr };
-    const int64_t         n_blocks = p.n_elements / WEIGHTS_BLOCK;
-    work_of &             work     = *static_cast<work_of *>(memory);
-    const tile_session    session;
+    const weights_columns columns = {
+        p.type, false, p.n_elements, p.n_columns, const_cast<void *>(p.columns), nullptr
+    };
+    const int64_t      n_blocks = p.n_elements / WEIGHTS_BLOCK;
+    work_of &          work     = *static_cast<work_of *>(memory);
+    const tile_session session;
     for (int64_t column = 0; column < p.n_columns; column += most_columns) {
         const int64_t n_columns = p.n_columns - column < most_columns ? p.n_columns - column : most_columns;
         for (int64_t row = row_0; row < row_1; row += most_rows) {
@@ -231,6 +233,11 @@ void pack(const weights_columns & columns, const float * x, int64_t column, int6
     pack_blocks<amx_bf16>(columns, x, column, first, n);
 }
 
+size_t work_bytes(int64_t, int64_t) {
+    static_assert(sizeof(amx_work<amx_bf16>) == sizeof(amx_work<amx_f16>));
+    return sizeof(amx_work<amx_f16>);
+}
+
 void run(const weights_product & p, void * work, int64_t row_0, int64_t row_1) {
     if (p.type == WEIGHTS_F16) {
         return run_rows<amx_f16>(p, work, row_0, row_1);
@@ -241,8 +248,7 @@ void run(const weights_product & p, void * work, int64_t row_0, int64_t row_1) {
 } // namespace
 
 const weights_kernels * weights_amx() {
-    static const weights_kernels kernels = { "amx", cpu_has_amx, sizeof(amx_work<amx_f16>), columns_bytes, pack, run };
-    static_assert(sizeof(amx_work<amx_bf16>) == sizeof(amx_work<amx_f16>));
+    static const weights_kernels kernels = { "amx", cpu_has_amx, work_bytes, columns_bytes, pack, run };
     return &kernels;
 }
 

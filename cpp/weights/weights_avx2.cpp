@@ -10,7 +10,8 @@ namespace mixedkv {
 bool cpu_has_avx2(); // attention/cpu.cpp
 
 const weights_kernels * weights_avx2() {
-    static const weights_kernels kernels = { "avx2", cpu_has_avx2, 0, quantised_bytes, pack_quantised, run_body<avx2> };
+    static const weights_kernels kernels = { "avx2",          cpu_has_avx2,   no_work_bytes,
+                                             quantised_bytes, pack_quantised, run_body<avx2> };
     return &kernels;
 }
 

@@ -29,7 +29,7 @@ struct avxvnni : avx2 {
 } // namespace
 
 const weights_kernels * weights_avxvnni() {
-    static const weights_kernels kernels = { "avxvnni",       cpu_has_avxvnni, 0,
+    static const weights_kernels kernels = { "avxvnni",       cpu_has_avxvnni, no_work_bytes,
                                              quantised_bytes, pack_quantised,  run_body<avxvnni> };
     return &kernels;
 }

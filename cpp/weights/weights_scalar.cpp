@@ -197,7 +197,7 @@ bool supported() {
 } // namespace
 
 const weights_kernels * weights_scalar() {
-    static const weights_kernels kernels = { "scalar", supported, 0, quantised_bytes, pack_quantised, run };
+    static const weights_kernels kernels = { "scalar", supported, no_work_bytes, quantised_bytes, pack_quantised, run };
     return &kernels;
 }
 

@@ -38,16 +38,15 @@ int main(int argc, char ** argv) {
     if (is_halves) {
         const test::halves p(name == "f16" ? WEIGHTS_F16 : WEIGHTS_BF16, n_elements, n_rows, n_columns);
         const auto         columns = p.packed(*body, 0, n_columns);
-        time(*body, p.product(columns.get(), n_columns, out.data()), p.lines(body->work_bytes).get());
+        time(*body, p.product(columns.get(), n_columns, out.data()),
+             test::lines(body->work_bytes(n_elements, 0)).get());
         return 0;
     }
     const auto * of = std::find_if(std::begin(test::types), std::end(test::types),
                                    [&](const test::named_type & type) { return type.name == name; });
     CHECK(of != std::end(test::types));
     const test::problem p(of->type, n_elements, n_rows, n_columns);
-    const auto          columns = p.packed();
-    time(*body,
-         { p.type, n_elements, n_rows, n_columns, p.rows.data(), p.row_bytes, columns.data(), out.data(),
-           n_rows * sizeof(float) },
-         nullptr);
+    const auto          columns = p.packed(*body, 0, n_columns);
+    time(*body, p.product(columns.get(), n_columns, out.data(), nullptr),
+         test::lines(body->work_bytes(n_elements, 0)).get());
 }

@@ -13,9 +13,20 @@
 #include <vector>
 
 namespace test {
+
+const mixedkv::weights_kernels * weights_emulated_tiles(); // emulated_tiles.cpp
+
 namespace {
 
 using namespace mixedkv;
+
+struct alignas(WEIGHTS_ALIGNMENT) line {
+    char bytes[WEIGHTS_ALIGNMENT];
+};
+
+inline std::unique_ptr<line[]> lines(size_t bytes) {
+    return std::unique_ptr<line[]>(new line[(bytes + sizeof(line) - 1) / sizeof(line)]);
+}
 
 // Null for a name that this machine has no body for
 inline const weights_kernels * find_among(std::initializer_list<const weights_kernels *> bodies,
@@ -29,7 +40,9 @@ inline const weights_kernels * find_among(std::initializer_list<const weights_ke
 }
 
 inline const weights_kernels * find_body(const std::string & name) {
-    return find_among({ weights_avx512(), weights_avxvnni(), weights_avx2(), weights_scalar() }, name);
+    return find_among({ weights_tiles(), weights_avx512(), weights_avxvnni(), weights_avx2(), weights_scalar(),
+                        weights_emulated_tiles() },
+                      name);
 }
 
 // For rows in 16 bits
@@ -134,39 +147,43 @@ struct problem {
         });
     }
 
-    // Their blocks are what quantising makes of them.
-    std::vector<column_block> packed() const {
+    // `n` columns from `first` on, whose blocks are what quantising makes of them
+    std::unique_ptr<line[]> packed(const weights_kernels & body, int64_t first, int64_t n) const {
         static const column_q8_0 * next;
-        next = columns.data();
+        next = columns.data() + first * n_blocks();
 
-        std::vector<column_block> out(columns.size());
-        const std::vector<float>  unused(n_elements);
-        const weights_columns     to = { type, n_elements, n_columns, out.data(),
-                                         [](const float *, void * blocks, int64_t n) {
-                                         std::memcpy(blocks, next, n / WEIGHTS_BLOCK * sizeof(column_q8_0));
-                                         next += n / WEIGHTS_BLOCK;
+        const size_t            bytes = body.columns_bytes(type, n_elements, n);
+        std::unique_ptr<line[]> out   = lines(bytes);
+        std::memset(out.get(), 0xff, bytes); // no number, where no column is
+        const std::vector<float> unused(n_elements);
+        const weights_columns    to = { type,
+                                        false,
+                                        n_elements,
+                                        n,
+                                        out.get(),
+                                        [](const float *, void * blocks, int64_t n_rounded) {
+                                         std::memcpy(blocks, next, n_rounded / WEIGHTS_BLOCK * sizeof(column_q8_0));
+                                         next += n_rounded / WEIGHTS_BLOCK;
                                      } };
-        for (int64_t c = 0; c < n_columns; c++) {
-            pack_quantised(to, unused.data(), c, 0, n_blocks());
+        for (int64_t c = 0; c < n; c++) {
+            body.pack(to, unused.data(), c, 0, n_blocks());
         }
         return out;
     }
 
+    weights_product product(const void * packed_columns, int64_t n, float * out, const int32_t * chosen) const {
+        return { type,    n_elements, n_rows, n, rows.data(), row_bytes, packed_columns, out, n_rows * sizeof(float),
+                 nullptr, chosen };
+    }
+
     // Of `n` columns from `first` on, in calls of `at_once` rows
     std::vector<float> run(const weights_kernels & body, int64_t first, int64_t n, int64_t at_once) const {
-        const std::vector<column_block> all = packed();
-        std::vector<float>              out(n * n_rows, -1e30f);
-        const weights_product           product = { type,
-                                                    n_elements,
-                                                    n_rows,
-                                                    n,
-                                                    rows.data(),
-                                                    row_bytes,
-                                                    all.data() + first * n_blocks(),
-                                                    out.data(),
-                                                    n_rows * sizeof(float) };
+        const auto            columns_of = packed(body, first, n);
+        const auto            work       = lines(body.work_bytes(n_elements, 0));
+        std::vector<float>    out(n * n_rows, -1e30f);
+        const weights_product all = product(columns_of.get(), n, out.data(), nullptr);
         for (int64_t r = 0; r < n_rows; r += at_once) {
-            body.run(product, nullptr, r, std::min(r + at_once, n_rows));
+            body.run(all, work.get(), r, std::min(r + at_once, n_rows));
         }
         return out;
     }
@@ -175,17 +192,14 @@ struct problem {
 
     // Of `n` columns that are chosen, of which column i of `out` has the products of the last but i
     std::vector<float> run_chosen(const weights_kernels & body, int64_t n) const {
-        const std::vector<column_block> all = packed();
-        std::vector<int32_t>            pairs;
+        const auto           all  = packed(*weights_scalar(), 0, n_columns);
+        const auto           work = lines(body.work_bytes(n_elements, n));
+        std::vector<int32_t> pairs;
         for (int32_t i = 0; i < n; i++) {
             pairs.insert(pairs.end(), { int32_t(n_columns - 1 - i), i });
         }
-        std::vector<float>    out(n * n_rows);
-        const weights_product product = { type,       n_elements,  n_rows,
-                                          n,          rows.data(), row_bytes,
-                                          all.data(), out.data(),  n_rows * sizeof(float),
-                                          nullptr,    pairs.data() };
-        body.run(product, nullptr, 0, n_rows);
+        std::vector<float> out(n * n_rows);
+        body.run(product(all.get(), n, out.data(), pairs.data()), work.get(), 0, n_rows);
         return out;
     }
 };
@@ -211,10 +225,6 @@ inline uint16_t bits_of(int type, float x) {
 
 // With rows of 16 bits
 struct halves {
-    struct alignas(WEIGHTS_ALIGNMENT) line {
-        char bytes[WEIGHTS_ALIGNMENT];
-    };
-
     int                   type;
     int64_t               n_elements, n_rows, n_columns;
     std::vector<uint16_t> rows;
@@ -229,16 +239,12 @@ struct halves {
         std::generate(columns.begin(), columns.end(), [&] { return normal(random); });
     }
 
-    static std::unique_ptr<line[]> lines(size_t bytes) {
-        return std::unique_ptr<line[]>(new line[(bytes + sizeof(line) - 1) / sizeof(line)]);
-    }
-
     // `n` columns from `first` on, each in two parts as threads share them
     std::unique_ptr<line[]> packed(const weights_kernels & body, int64_t first, int64_t n) const {
         const size_t            bytes = body.columns_bytes(type, n_elements, n);
         std::unique_ptr<line[]> out   = lines(bytes);
         std::memset(out.get(), 0xff, bytes); // no number, where no column is
-        const weights_columns to       = { type, n_elements, n, out.get(), nullptr };
+        const weights_columns to       = { type, false, n_elements, n, out.get(), nullptr };
         const int64_t         n_blocks = n_elements / WEIGHTS_BLOCK, half = n_blocks / 2;
         for (int64_t c = 0; c < n; c++) {
             const float * x = columns.data() + (first + c) * n_elements;
@@ -249,15 +255,16 @@ struct halves {
     }
 
     weights_product product(const void * packed, int64_t n, float * out) const {
-        return {
-            type, n_elements, n_rows, n, rows.data(), size_t(n_elements) * 2, packed, out, n_rows * sizeof(float)
-        };
+        return { type,    n_elements,  n_rows,
+                 n,       rows.data(), size_t(n_elements) * 2,
+                 packed,  out,         n_rows * sizeof(float),
+                 nullptr, nullptr };
     }
 
     // In calls of `at_once` rows
     std::vector<float> run(const weights_kernels & body, int64_t first, int64_t n, int64_t at_once) const {
         const auto            columns_of = packed(body, first, n);
-        const auto            work       = lines(body.work_bytes);
+        const auto            work       = lines(body.work_bytes(n_elements, 0));
         std::vector<float>    out(n * n_rows, -1e30f);
         const weights_product all = product(columns_of.get(), n, out.data());
         for (int64_t r = 0; r < n_rows; r += at_once) {
