@@ -201,6 +201,10 @@ void attention_sketch(const attention_rows & k, int64_t key, int n_head_kv, int 
 // Rotates the row x[n] by Hadamard blocks of `edge` elements, a power of two up to attention_max_head_size.
 void rotate_row(float * x, int64_t n, int edge);
 
+// Whether a query has the same bits in any step, any cut of its prompt and any cells, where the cold rows have these
+// types and no pages are left out: prefill sums up as decode does. Not with F16, of which prefill has more to gain.
+bool attention_same_bits(row_type k, row_type v, int d_k, int d_v);
+
 // Instruction set in use: "scalar", "avx2", "avxvnni", "avx512", "amx", "neon". MIXEDKV_ISA forces one;
 // attention_isa_error() is nullptr, or says why the forced one cannot be used here.
 const char * attention_isa();

@@ -19,9 +19,14 @@ void run(const attention_item & w) {
 } // namespace
 
 const attention_kernels * attention_avx512() {
-    static constexpr attention_kernels kernels = {
-        "avx512", cpu_has_avx512, run, sums_of<avx512>::merge, rotate, page_choice<avx512>::run, sketcher<avx512>::run
-    };
+    static constexpr attention_kernels kernels = { "avx512",
+                                                   cpu_has_avx512,
+                                                   true,
+                                                   run,
+                                                   sums_of<avx512>::merge,
+                                                   rotate,
+                                                   page_choice<avx512>::run,
+                                                   sketcher<avx512>::run };
     return &kernels;
 }
 

@@ -12,7 +12,8 @@ namespace mixedkv {
 
 const attention_kernels * attention_avxvnni() {
     static constexpr attention_kernels kernels = {
-        "avxvnni", cpu_has_avxvnni, run_avx2, sums_of<avx2>::merge, rotate, page_choice<avx2>::run, sketcher<avx2>::run
+        "avxvnni",          cpu_has_avxvnni, true, run_avx2, sums_of<avx2>::merge, rotate, page_choice<avx2>::run,
+        sketcher<avx2>::run
     };
     return &kernels;
 }

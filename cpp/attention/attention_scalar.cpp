@@ -170,7 +170,7 @@ bool supported() {
 } // namespace
 
 const attention_kernels * attention_scalar() {
-    static constexpr attention_kernels kernels = { "scalar", supported, run, merge, rotate, nullptr, nullptr };
+    static constexpr attention_kernels kernels = { "scalar", supported, true, run, merge, rotate, nullptr, nullptr };
     return &kernels;
 }
 

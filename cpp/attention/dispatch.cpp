@@ -269,6 +269,11 @@ void rotate_row(float * x, int64_t n, int edge) {
     isa().kernels->rotate(x, n, edge);
 }
 
+bool attention_same_bits(row_type k, row_type v, int d_k, int d_v) {
+    const auto suits = [](row_type type, int d) { return type != row_type::f16 && d % 32 == 0 && d <= 256; };
+    return isa().kernels->same_bits && suits(k, d_k) && suits(v, d_v);
+}
+
 const char * attention_isa() {
     return isa().kernels->name;
 }

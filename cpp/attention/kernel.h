@@ -106,6 +106,7 @@ float alibi_slope(const attention_args & a, int head);
 struct attention_kernels {
     const char * name;
     bool (*supported)(); // by processor and operating system
+    bool same_bits;      // attention_same_bits()
     void (*run)(const attention_item & item);
     // Writes the output of one item's rows from the partial results of n chunks of keys, in order.
     void (*merge)(const attention_item & first, int n_chunks, size_t chunk_stride);
@@ -120,7 +121,7 @@ struct attention_kernels {
 bool cpu_has_avx2(); // with FMA and F16C
 bool cpu_has_avxvnni();
 bool cpu_has_avx512(); // with F, VL, BW, DQ, VBMI and VNNI
-bool cpu_has_amx();    // with BF16 tiles, and AVX512_BF16; asks Linux for the permission
+bool cpu_has_amx();    // with tiles of BF16 and of bytes, and AVX512_BF16; asks Linux for the permission
 bool cpu_has_neon();
 
 // nullptr where the compiler or the processor family does not have the instruction set.

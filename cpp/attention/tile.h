@@ -149,12 +149,12 @@ struct tile {
         }
     }
 
-    // Decode: s[rows][key_block] of all rows. Hot ones are as prefill scores them, bit by bit; others are taken as they
-    // lie.
+    // Decode: s[rows][key_block] of all rows. Hot ones are as prefill scores them, bit by bit, and so are those of
+    // other types, where it costs little beside their conversion. The rest are taken as they lie.
     static void score_rows(const attention_item & w, int head, const item_memory & m, const key_span & span,
                            float * s) {
         const int64_t d = round_up(w.args->d_k, 16);
-        if (span.is_hot) {
+        if (span.is_hot || span.segment->k.type == row_type::other) {
             const int ld = block_keys(*w.args); // what the panel holds of long rows
             transpose_keys(w, head, span, ld, w.panels->k);
             for (int r = 0; r < m.rows; r += L::rows) {

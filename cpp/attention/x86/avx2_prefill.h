@@ -13,7 +13,8 @@ template <class Body>
 struct avx2_keys {
     using L = avx2;
 
-    static constexpr int most_rows = 4;
+    static constexpr int  most_rows = 4;
+    static constexpr bool pads_rows = false;
 
     static void pack_rows(const attention_args & a, const item_memory & m, int first) {
         integer_decode<Body>::pack_quad(a, m, first);
@@ -51,6 +52,11 @@ struct avx2_keys {
 
 struct avx2_prefill : avx2_keys<avx2_integers> {
     using decode = avx2_integers;
+
+    template <int R>
+    static void keep_weights(const __m256i * packed, int r, int32_t (*ints)[32]) {
+        std::memcpy(ints[r], packed, sizeof(ints[r]));
+    }
 
     // Block b of n keys as pairs of keys: [block, pair, part] two vectors of 8 elements
     template <row_type type>

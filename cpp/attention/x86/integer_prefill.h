@@ -1,7 +1,9 @@
 // Prefill over rows of a scale and integers (integers.h): a block of 64 keys is opened once for all rows of an item,
 // then multiplied as in decode (integer_decode.h). Sums of integers are exact and scales are applied in the same order,
 // so a query has the same bits in both. Body says how: keys and values of a block opened, products of R rows with them,
-// and how weights become integers: here, or by its own round_weights (in_bytes).
+// and how weights become integers: here, kept by its keep_weights, or by its own round_weights (in_bytes).
+//
+// Where Body pads rows, the last ones are worked on as most_rows: what the rows beyond them hold is of no use.
 //
 // Rows of other types, as F16 ones, are unpacked to F32 (tile.h).
 
@@ -118,13 +120,13 @@ struct integer_prefill {
         return own;
     }
 
-    // Weights of a row times the scales of V become integers in units, by blocks of elements that share a scale
+    // Weights of n <= R rows times the scales of V become integers in units, by blocks of elements that share a scale
     template <row_type type, int R>
-    static void round_weights(const attention_item & w, const key_span & span, int row, const float * s,
+    static void round_weights(const attention_item & w, const key_span & span, int row, int n, const float * s,
                               int32_t (*ints)[R][weight_dwords], float (*units)[R], block_state & state) {
         constexpr int per      = rows::template per_scale<type>();
         const int     n_blocks = w.args->d_v / 32;
-        for (int r = 0; r < R; r++, s += key_block) {
+        for (int r = 0; r < n; r++, s += key_block) {
             if constexpr (Body::decode::in_bytes) {
                 for (int b = 0; b < n_blocks; b += 4) {
                     float     four[4];
@@ -145,36 +147,40 @@ struct integer_prefill {
                 for (int b = 0; b < n_blocks; b += per) {
                     typename rows::integers packed[key_block / (2 * L::width)];
                     of[b].apply(weights, packed);
-                    std::memcpy(ints[b / per][r], packed, sizeof(packed));
+                    Body::template keep_weights<R>(packed, r, ints[b / per]);
                     units[b / per][r] = top * of[b].unit;
                 }
             }
         }
     }
 
-    // acc += weights s[R][key_block] times the values, from row `row` on
+    // acc += weights s[n <= R][key_block] times the values, from row `row` on
     template <row_type type, int R>
-    static void add_values(const attention_item & w, const key_span & span, const item_memory & m, int row,
+    static void add_values(const attention_item & w, const key_span & span, const item_memory & m, int row, int n,
                            const float * s, block_state & state) {
         constexpr int       per = rows::template per_scale<type>();
         alignas(64) int32_t ints[8 / per][R][weight_dwords];
         float               units[8 / per][R];
-        round_weights<type, R>(w, span, row, s, ints, units, state);
+        if (n < R) {
+            std::memset(units, 0, sizeof(units));
+        }
+        round_weights<type, R>(w, span, row, n, s, ints, units, state);
         for (int b = 0; b < w.args->d_v / 32; b++) {
             Body::template add_values<type, R>(w.panels->v, span.n, b, ints[b / per], units[b / per],
                                                m.acc + row * m.d_v_padded + 32 * b, m.d_v_padded);
         }
     }
 
-    // R rows from `row` on against the opened block
+    // R rows from `row` on against the opened block, or `there` of them where Body pads rows
     template <int R>
     static void rows_of_block(const attention_item & w, int head, const item_memory & m, const key_span & span, int row,
-                              bool k_opened, bool v_opened, block_state & state) {
+                              bool k_opened, bool v_opened, block_state & state, int there = R) {
+        const int              n   = Body::pads_rows ? there : R;
         const attention_args & a   = *w.args;
         const int64_t          d   = round_up(a.d_k, 16);
         const int64_t          d_v = round_up(a.d_v, 16);
         alignas(64) float      s[R * key_block];
-        if (!any_visible(w, span, row, R)) {
+        if (!any_visible(w, span, row, n)) {
             return;
         }
         if (k_opened) {
@@ -182,26 +188,30 @@ struct integer_prefill {
                 Body::template score<decltype(type)::value, R>(a, m, row, w.panels->k, state.k, s);
             });
         } else {
-            for (int r = 0; r < R; r += L::rows) {
+            for (int r = 0; r < n; r += L::rows) {
                 product_of<L>::template multiply<false>(
-                    R - r < L::rows ? R - r : L::rows, static_cast<const float *>(m.q) + (row + r) * d, d, w.panels->k,
+                    n - r < L::rows ? n - r : L::rows, static_cast<const float *>(m.q) + (row + r) * d, d, w.panels->k,
                     key_block, s + r * key_block, key_block, int(d), int(round_up(span.n, L::width)));
             }
         }
         constexpr int together = R < 4 ? R : 4;
-        for (int r = 0; r < R; r += together) {
+        int           r        = 0;
+        for (; r + together <= n; r += together) {
             base::template softmax_quad<together>(w, head, m, span, row + r, s + r * key_block);
         }
-        for (int r = 0; r < R && span.n < key_block; r++) {
+        for (; Body::pads_rows && r < n; r++) {
+            base::template softmax_quad<1>(w, head, m, span, row + r, s + r * key_block);
+        }
+        for (int r = 0; r < n && span.n < key_block; r++) {
             std::memset(s + r * key_block + span.n, 0, (key_block - span.n) * sizeof(float));
         }
         if (v_opened) {
             with_integers_or_opened(span.segment->v.type, [&](auto type) {
-                add_values<decltype(type)::value, R>(w, span, m, row, s, state);
+                add_values<decltype(type)::value, R>(w, span, m, row, n, s, state);
             });
         } else {
-            for (int r = 0; r < R; r += L::rows) {
-                product_of<L>::template multiply<true>(R - r < L::rows ? R - r : L::rows, s + r * key_block, key_block,
+            for (int r = 0; r < n; r += L::rows) {
+                product_of<L>::template multiply<true>(n - r < L::rows ? n - r : L::rows, s + r * key_block, key_block,
                                                        w.panels->v, d_v, m.acc + (row + r) * m.d_v_padded, m.d_v_padded,
                                                        span.n, int(d_v));
             }
@@ -224,11 +234,17 @@ struct integer_prefill {
         for (; row + most_rows <= m.rows; row += most_rows) {
             rows_of_block<most_rows>(w, head, m, span, row, k_opened, v_opened, state);
         }
-        for (; row + 4 <= m.rows && most_rows > 4; row += 4) {
-            rows_of_block<4>(w, head, m, span, row, k_opened, v_opened, state);
-        }
-        for (; row < m.rows; row++) {
-            rows_of_block<1>(w, head, m, span, row, k_opened, v_opened, state);
+        if constexpr (Body::pads_rows) {
+            if (row < m.rows) {
+                rows_of_block<most_rows>(w, head, m, span, row, k_opened, v_opened, state, m.rows - row);
+            }
+        } else {
+            for (; row + 4 <= m.rows && most_rows > 4; row += 4) {
+                rows_of_block<4>(w, head, m, span, row, k_opened, v_opened, state);
+            }
+            for (; row < m.rows; row++) {
+                rows_of_block<1>(w, head, m, span, row, k_opened, v_opened, state);
+            }
         }
     }
 

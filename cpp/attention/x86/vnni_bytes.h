@@ -36,6 +36,7 @@ struct vnni_bytes {
 
     static constexpr bool in_bytes  = true;
     static constexpr int  most_rows = 12;
+    static constexpr bool pads_rows = false;
 
     // Four rows of Q, one block of 32 elements
     struct quad {

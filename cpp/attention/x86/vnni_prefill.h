@@ -16,7 +16,13 @@ struct vnni_prefill {
 
     static ints16 dot(ints16 sum, __m512i x, __m512i y) { return vnni::dot_pairs(sum, x, y); }
 
-    static constexpr int most_rows = 12; // of 6 x 64 sums of scores, 12 x 32 of values
+    static constexpr int  most_rows = 12; // of 6 x 64 sums of scores, 12 x 32 of values
+    static constexpr bool pads_rows = false;
+
+    template <int R>
+    static void keep_weights(const __m512i * packed, int r, int32_t (*ints)[32]) {
+        std::memcpy(ints[r], packed, sizeof(ints[r]));
+    }
 
     // Of a row, behind the F32 queries: pairs of integers, then a scale for each block of 32
     static int32_t * integers_of(const attention_args & a, const item_memory & m, int row) {

@@ -42,10 +42,13 @@ prompt random_prompt(test::rng & r, int long_head) {
     const std::vector<int>      lengths{ 40, 200, 500, 1100, 2600 };
     const int                   n         = 1 + r.below(r.pick(lengths));
     const int                   n_head_kv = r.pick<int>({ 1, 2, 3 });
-    const int                   n_head    = n_head_kv * r.pick<int>({ 1, 3, 4, 7 });
-    const int                   d         = long_head ? long_head : r.pick<int>({ 64, 64, 128, 128, 192, 256 });
+    const int                   n_head    = n_head_kv * r.pick<int>({ 1, 2, 3, 4, 5, 6, 7, 8 });
     const row_type              k = r.pick(types), v = r.chance(0.6) ? k : r.pick(types);
-    mixedkv::hot_window         window;
+    const bool                  halves = test::block_elements(k) == 32 && test::block_elements(v) == 32;
+    const std::vector<int>      sizes =
+        halves ? std::vector<int>{ 32, 64, 96, 128, 160, 256 } : std::vector<int>{ 64, 64, 128, 128, 192, 256 };
+    const int           d = long_head ? long_head : r.pick(sizes);
+    mixedkv::hot_window window;
     window.group_size  = 1 + r.below(40);
     window.threshold   = r.chance(0.1) ? 0 : window.group_size + r.below(r.chance(0.2) ? 1500 : 150);
     window.sink_tokens = window.threshold == 0 ? 4 : r.below(9);
@@ -344,9 +347,6 @@ int main(int argc, char ** argv) {
         test::rng          r(i);
         prompt             p = random_prompt(r, 0);
         std::vector<float> whole(size_t(p.n_tokens) * p.n_head * p.d, NAN);
-        if (mixedkv::attention_isa() == std::string("amx")) {
-            p.rounding = 8; // with 16 prefill has sums of its own there
-        }
         step(r, p, 0, p.n_tokens, in_order(p.n_tokens), whole);
         check_values(p, whole, "at once", i);
         for (const int longest : { 1, 40, 300, 700 }) {
@@ -369,11 +369,8 @@ int main(int argc, char ** argv) {
         }
     }
     for (int i = 0; i < prompts; i++) { // three sequences with a common beginning, in one step
-        test::rng r(1000 + i);
-        prompt    p = random_prompt(r, 0);
-        if (mixedkv::attention_isa() == std::string("amx")) {
-            p.rounding = 8;
-        }
+        test::rng             r(1000 + i);
+        prompt                p      = random_prompt(r, 0);
         const int             common = r.below(p.n_tokens);
         std::vector<sequence> sequences(1 + r.below(3));
         std::vector<float>    alone(size_t(p.n_tokens) * p.n_head * p.d, 0.0f), together = alone;
