@@ -71,6 +71,10 @@ static py::tuple check_pages(uintptr_t ctx) {
     return py::make_tuple(n_pages, n_wrong);
 }
 
+static std::string bits_problem(uintptr_t ctx) {
+    return mixedkv_bits_problem(pointer<llama_context>(ctx));
+}
+
 static py::list layers(uintptr_t ctx) {
     return to_list(fetch(pointer<llama_context>(ctx), &mixedkv_get_layers), &layer_dict);
 }
@@ -110,6 +114,7 @@ static py::object scales(uintptr_t ctx, int32_t il) {
 void register_stats(py::module_ & m) {
     m.def("stats", &stats, "ctx"_a);
     m.def("check_pages", &check_pages, "ctx"_a);
+    m.def("bits_problem", &bits_problem, "ctx"_a);
     m.def("layers", &layers, "ctx"_a);
     m.def("scales", &scales, "ctx"_a, "il"_a);
     m.def("sequences", &sequences, "ctx"_a);

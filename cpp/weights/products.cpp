@@ -127,6 +127,10 @@ bool weights_packed_alike(int a, int b, int64_t n_columns) {
     return tiles == by_tiles(b, n_columns) && (tiles || packing_of(a) == packing_of(b));
 }
 
+bool weights_same_bits(int type) {
+    return !is_half(type) && body_of(type, 1) && body_of(type, 2);
+}
+
 size_t weights_work_bytes(const weights_columns * columns) {
     if (!columns->are_chosen) {
         return body_of(columns->type, columns->n_columns)->work_bytes(columns->n_elements, 0);

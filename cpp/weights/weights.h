@@ -97,6 +97,10 @@ WEIGHTS_API void weights_pack(const struct weights_columns * columns, const floa
 // Whether rows of these types read so many columns packed alike, if none are chosen
 WEIGHTS_API bool weights_packed_alike(int a, int b, int64_t n_columns);
 
+// Whether a column has the same bits alone, in any batch and with any number of threads: all its products are made
+// here, of quantised rows
+WEIGHTS_API bool weights_same_bits(int type);
+
 // Memory that each thread needs, a multiple of WEIGHTS_ALIGNMENT
 WEIGHTS_API size_t weights_work_bytes(const struct weights_columns * columns);
 

@@ -267,6 +267,11 @@ LLAMA_API enum mixedkv_status mixedkv_limit_truth(struct llama_context * ctx, in
 // returned -3, and the cache is as it was before that micro-batch. "": it was not.
 LLAMA_API const char * mixedkv_refused(struct llama_context * ctx);
 
+// Why an exact answer may have other bits when its prompt is evaluated in other steps, lies in other cells or beside
+// others; "": it has the same, with this model, this cache and the instruction set at hand. LoRA adapters are not
+// looked at. The text holds until the next call on this thread.
+LLAMA_API const char * mixedkv_bits_problem(struct llama_context * ctx);
+
 // F16 rows that a cache of n_cells for n_seq sequences allocates, for a token that takes so many bytes in all layers,
 // cold and in F16. *least_out is the least hot_budget that it takes.
 LLAMA_API enum mixedkv_status mixedkv_count_ring_rows(const struct mixedkv_config * config, uint32_t n_seq,

@@ -74,7 +74,7 @@ static size_t count_seen(const attention_args & a, int64_t n_stream) {
     return is_decode(a) ? n_stream*mixedkv::attention_seen_blocks(count_keys(a))*a.n_queries : 0;
 }
 
-static row_type to_row_type(ggml_type type) {
+row_type llama_kv_node_row_type(ggml_type type) {
     switch (type) {
         case GGML_TYPE_F16:  return row_type::f16;
         case GGML_TYPE_Q8_0: return row_type::q8_0;
@@ -92,7 +92,7 @@ static void copy_f32(const void * row, float * out, int64_t n) {
 static attention_rows to_rows(const ggml_tensor * t, int64_t strm) {
     attention_rows res;
     res.data     = (const char *) t->data + strm*t->nb[3];
-    res.type     = to_row_type(t->type);
+    res.type     = llama_kv_node_row_type(t->type);
     res.row      = t->nb[2];
     res.head     = t->nb[1];
     res.to_float = t->type == GGML_TYPE_F32 ? copy_f32 : ggml_get_type_traits(t->type)->to_float;
@@ -102,7 +102,7 @@ static attention_rows to_rows(const ggml_tensor * t, int64_t strm) {
 attention_rows llama_kv_node_rows(const ggml_tensor * cold_k, int64_t n_embd_head) {
     attention_rows res;
     res.data     = cold_k->data;
-    res.type     = to_row_type(cold_k->type);
+    res.type     = llama_kv_node_row_type(cold_k->type);
     res.row      = cold_k->nb[1];
     res.head     = ggml_row_size(cold_k->type, n_embd_head);
     res.to_float = ggml_get_type_traits(cold_k->type)->to_float;

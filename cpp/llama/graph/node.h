@@ -125,6 +125,9 @@ void llama_kv_node_write_ring(
 // Rows of K of all streams, as a cache stores them.
 mixedkv::attention_rows llama_kv_node_rows(const ggml_tensor * cold_k, int64_t n_embd_head);
 
+// What attention calls rows of a type.
+mixedkv::row_type llama_kv_node_row_type(ggml_type type);
+
 // Attends to the rows as they lie.
 //
 // q       F32 [n_embd_head_k, n_head, n_tokens]

@@ -52,6 +52,7 @@ _FOR_USERS = (
     "used",
 )
 _LOG = logging.getLogger("mixedkv.kv")
+_BY_AN_ADAPTER = "products of single columns with a LoRA adapter round otherwise than those of several"
 
 
 class KVCache(Evaluating):
@@ -91,7 +92,8 @@ class KVCache(Evaluating):
             return KVStats.without_rows(self._llama.n_ctx(), self._llama.context_params.n_seq_max, by_layer)
         sequences = tuple(SequenceStats(**seq) for seq in _core.sequences(address))
         layers = self.layers if by_layer else None
-        return KVStats.of(str(self.config), _core.stats(address), sequences, layers)
+        problem = _core.bits_problem(address) or (_BY_AN_ADAPTER if self._llama.lora_path else "")
+        return KVStats.of(str(self.config), _core.stats(address), problem, sequences, layers)
 
     @property
     @present

@@ -103,6 +103,8 @@ class KVStats:
         bytes_given_back: beside the hot rows, what the system has back while windows are shorter.
         bytes_compute: all compute buffers of the context, the view among them.
         n_elements: K and V elements of all cells, what `bits_per_element` divides by.
+        bits_problem: why an exact answer may have other bits when its prompt is evaluated in other steps,
+            lies in other cells or beside others, the first reason. Empty: it has the same, see `same_bits`.
         layers: one entry per layer, or None if not asked for.
     """
 
@@ -128,6 +130,7 @@ class KVStats:
     bytes_view: int
     bytes_compute: int
     n_elements: int
+    bits_problem: str
     sequences: tuple[SequenceStats, ...]
     layers: tuple[LayerStats, ...] | None
 
@@ -136,6 +139,7 @@ class KVStats:
         cls,
         kv: str,
         now: _core.Stats,
+        bits_problem: str,
         sequences: tuple[SequenceStats, ...],
         layers: tuple[LayerStats, ...] | None,
     ) -> KVStats:
@@ -144,14 +148,17 @@ class KVStats:
         named = {name: numbers[_NATIVE_NAMES.get(name, name)] for name in _NUMBERS}
         named["tokens_cold"] -= named["tokens_hot"]
         read = now["n_pages_read"] / now["n_pages"] if now["n_pages"] else 1.0
-        return cls(kv=kv, pages_read=read, sequences=sequences, layers=layers, **named)
+        told = {"kv": kv, "pages_read": read, "bits_problem": bits_problem}
+        return cls(**told, sequences=sequences, layers=layers, **named)
 
     @classmethod
     def without_rows(cls, n_ctx: int, n_seq_max: int, by_layer: bool) -> KVStats:
         """Return the stats of a context whose layers all keep a state instead."""
         numbers: dict[str, Any] = {field.name: 0 for field in fields(cls)}
         named = {"kv": "none", "mixed": False, "n_ctx": n_ctx, "n_seq_max": n_seq_max, "sequences": ()}
-        return cls(**{**numbers, **named, "pages_read": 1.0, "layers": () if by_layer else None})
+        why = "layers that keep a state are llama.cpp's"
+        layers = () if by_layer else None
+        return cls(**{**numbers, **named, "pages_read": 1.0, "bits_problem": why, "layers": layers})
 
     @property
     def tokens(self) -> int:
@@ -162,6 +169,13 @@ class KVStats:
     def bits_per_element(self) -> float:
         """Allocated bits per K or V element; 16 for an F16 cache."""
         return 8 * self.bytes_total / self.n_elements if self.n_elements else 0.0
+
+    @property
+    def same_bits(self) -> bool:
+        """True if an exact answer has the bits of a fresh context's, however its prompt was cut and whatever
+        else is in the cache. It depends on the processor, the types of the rows and those of the weights.
+        """
+        return not self.bits_problem
 
     @property
     def bytes_f16(self) -> int:
@@ -180,9 +194,15 @@ class KVStats:
             f"tokens    {self._tokens_text()}",
             f"bytes     {self._bytes_text()}",
             f"bits      {self.bits_per_element:.2f} per element, {format_saving(self.saving)}",
+            f"answers   {self._answers_text()}",
         ]
         filled = (sequence for sequence in self.sequences if sequence.pos_max >= 0)
         return "\n".join([*lines, *map(str, filled), *map(str, self.layers or ())])
+
+    def _answers_text(self) -> str:
+        if self.same_bits:
+            return "the same bits for any cut of a prompt"
+        return f"other bits for other cuts of a prompt: {self.bits_problem}"
 
     def _tokens_text(self) -> str:
         if not self.mixed:
@@ -204,7 +224,9 @@ class KVStats:
 
 
 _NUMBERS = tuple(
-    field.name for field in fields(KVStats) if field.name not in ("kv", "pages_read", "sequences", "layers")
+    field.name
+    for field in fields(KVStats)
+    if field.name not in ("kv", "pages_read", "bits_problem", "sequences", "layers")
 )
 _NATIVE_NAMES = {  # where the library calls them otherwise
     "n_ctx": "n_ctx_seq",

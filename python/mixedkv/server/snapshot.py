@@ -75,6 +75,7 @@ def _held(server: ServerState, engine: Engine) -> dict[str, Any]:
             "checkpoints": len(points),
             "bytes_checkpoints": sum(point.nbytes for point in points),
             "bits_per_element": kv.bits_per_element,
+            "bits_problem": kv.bits_problem,
             "tokens_running": sum(len(seq.tokens) for seq in held if seq.running),
             "sequences_running": sum(seq.running for seq in held),
             "sequences_idle": sum(not seq.running for seq in held),

@@ -550,6 +550,7 @@ static void test_truth(struct llama_context * ctx) {
 
     expect_number(0, (int)strlen(mixedkv_refused(ctx)));
     expect_number(0, (int)strlen(mixedkv_refused(NULL)));
+    expect_number(0, strcmp(mixedkv_bits_problem(NULL), "ctx is NULL"));
 }
 
 static void test_export(struct llama_context * ctx) {
