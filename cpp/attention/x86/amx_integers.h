@@ -24,6 +24,7 @@ struct amx_integers {
 
     // Tile registers 0, 1: sums, 16 x 16, of high and of low bytes; 2, 3: 16 rows of Q, a block of elements, high and
     // low; 4: that of 16 keys; 5, 6: weights of 16 rows by 64 keys, high and low; 7: 16 elements of these keys' V
+
     // 16 rows of Q, a block of 32 elements: integers are 256 times the high byte, which has a sign, and the low one
     struct query_tile {
         int8_t  high[16][32];
