@@ -18,7 +18,8 @@ from support.fresh_context import FreshContext
 N_CTX = 2048
 # of a logarithm of a sum, and of rows in F16. An element of a Q4_0 row on another level changes 1e-3
 ROUNDING = 1e-4
-KINDS = ("mixed", "q8_0:attention=fused")  # F16 rows in the place of cold ones depend on how a prompt is cut
+# F16 rows in the place of cold ones depend on how a prompt is cut
+KINDS = ("mixed", "mixed:quality", "mixed:cold=q5_0", "q8_0:attention=fused")
 
 ISA = _core.version()["isa"]
 
@@ -36,8 +37,6 @@ def prompt_of(rng: random.Random, before: list[list[int]], n_words: int) -> list
 
 def differing(kv: str, store: KVStore | None, n_before: int, n: int) -> tuple[int, list[str]]:
     """Return how many of `n` answers were exact after `n_before` others, and those that differ."""
-    if ISA == "amx" and not kv.startswith("mixed"):
-        pytest.skip("on AMX prefill with 16 bits has sums of its own (docs/kernels.md)")
     rng, found, n_exact = random.Random(3), list[str](), 0
     options = {"kv": kv, "n_ctx": N_CTX, "n_threads": 2, "n_threads_batch": 2, "verbose": False}
     llm = Llama(model_path(), n_seq_max=6, kv_unified=True, n_batch=256, **options)

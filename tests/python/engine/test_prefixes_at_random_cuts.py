@@ -28,8 +28,8 @@ ALL = ("llama-64", *MODELS)
 CACHES = ("f16", "q8_0", "mixed:threshold=0,sinks=0,cold=q8_0", "mixed:threshold=16,group=8,sinks=4")
 
 
-def near(kv: str) -> float:
-    return NEAR if kv.startswith("mixed") and has_same_bits(kv) else NEAR_BY_LLAMA_CPP
+def near(path: Path, kv: str) -> float:
+    return NEAR if has_same_bits(path, kv) else NEAR_BY_LLAMA_CPP
 
 
 def prompts(rng: random.Random, n: int, n_words: int) -> list[list[int]]:
@@ -69,7 +69,7 @@ def play(
             for prompt, answer in [(prompt, cache.engine.submit(prompt, **asked)) for prompt in some]:
                 off = fresh.off(prompt, answer)
                 n_exact += answer.job.exact
-                if answer.job.exact and off > near(kv):
+                if answer.job.exact and off > near(path, kv):
                     wrong.append(
                         f"{len(prompt)} tokens, {answer.job.n_evaluated} evaluated: off by {off:.3f}"
                     )

@@ -11,12 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from mixedkv import _core
 from support.random_rows import Sizes, Subject, Tally
 from support.same_bits import has_same_bits
 
 MODELS = ("llama-64", "gemma2", "gemma4", "gpt-oss")  # plain, sliding windows of three kinds
-ISA = _core.version()["isa"]
 SAME_BITS = (0.0, 0.0)
 # The relative error of a row, and the difference of a log-probability of a token that has 1% or more. An
 # element of a row, or of what weights are multiplied with, moves to its next level where other batches or
@@ -32,10 +30,9 @@ KINDS = (
 )
 
 
-def bounds_of(kv: str) -> tuple[float, float]:
-    """Return what a row and an answer may be off by, of weights whose products with one column are ours."""
-    by_llama_cpp = kv in ("f16", "q8_0")
-    return SAME_BITS if has_same_bits(kv) and not by_llama_cpp else ROUNDING
+def bounds_of(path: Path, kv: str) -> tuple[float, float]:
+    """Return what a row and an answer may be off by."""
+    return SAME_BITS if has_same_bits(path, kv) else ROUNDING
 
 
 def play(
@@ -51,7 +48,7 @@ def play(
     bounds: tuple[float, float] | None = None,
 ) -> Tally:
     """Do `n` things at random; what is wrong fails with the thing that made it so."""
-    row, answer = bounds or bounds_of(kv)
+    row, answer = bounds or bounds_of(path, kv)
     subject = Subject(path, kv, swa_full=swa_full, n_seq=n_seq, unified=unified, seed=seed, sizes=sizes)
     try:
         for i in range(n):
@@ -106,11 +103,11 @@ def test_twenty_thousand_operations(kv: str, zoo_q4_1_path: Callable[[str], Path
 def test_prompts_longer_than_the_window_of_a_real_model(
     kv: str, swa_full: bool, real_model_gemma_q4: Path
 ) -> None:
-    """Where llama.cpp attends, or multiplies single columns of Q5_K and Q6_K (not on AVX2), rows of random
+    """Where llama.cpp attends, or multiplies single columns of Q5_K and Q6_K, rows of random
     tokens grow apart without a limit from layer to layer, for no other reason than the cells they are in:
     the first four layers are compared. Rows that lack some of what they attended to are off by more.
     """
-    same = bounds_of(kv) == SAME_BITS and ISA == "avx2"
+    same = has_same_bits(real_model_gemma_q4, kv)
     sizes = Sizes(n_ctx=2048, most=1000, longest=600, n_batch=256, layers=None if same else 4)
     tally = play(
         real_model_gemma_q4,

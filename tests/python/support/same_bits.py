@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from mixedkv import _core
+from functools import cache
+from pathlib import Path
 
-_ISA = _core.version()["isa"]
+from mixedkv import Llama
 
 
-def has_same_bits(kv: str) -> bool:
-    """Return whether that holds on this processor, of a cache whose attention is ours (docs/decisions/049):
-    not on NEON, whose prefill has sums of its own, nor on AMX with 16 bits.
-    """
-    return _ISA != "neon" and not (_ISA == "amx" and ("q8_0" in kv or "f16" in kv))
+@cache
+def has_same_bits(path: Path | str, kv: str) -> bool:
+    """Return whether a context of this model promises it on this processor (docs/decisions/049)."""
+    with Llama(path, kv=kv, n_ctx=256, verbose=False) as llm:
+        return llm.kv.stats().same_bits
