@@ -783,7 +783,7 @@ static void test_busy(struct llama_context * ctx) {
     EXPECT(INVALID, mixedkv_take_not_finite(NULL, NULL, 0, &n));
     EXPECT(INVALID, mixedkv_take_not_finite(ctx, NULL, 0, NULL));
     EXPECT(OK, mixedkv_take_not_finite(ctx, NULL, 0, &n));
-    expect(0, (int) n);
+    expect(0, (int)n);
     EXPECT(INVALID, mixedkv_clear_unused(NULL));
     EXPECT(OK, mixedkv_clear_unused(ctx));
 
