@@ -8,6 +8,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, overload
@@ -72,6 +73,9 @@ log = logging.getLogger("mixedkv")
 
 _COMPLETION = inspect.signature(llama_cpp.Llama.create_completion)
 _CHAT_COMPLETION = inspect.signature(llama_cpp.Llama.create_chat_completion)
+
+# the next text that is tokenized with special tokens is the prompt of a chat
+_BEGINS_A_CHAT: ContextVar[bool] = ContextVar("begins_a_chat", default=False)
 
 NO_VOCABULARY = "this model has no vocabulary, so it takes no text: the body of a split model needs its head"
 
@@ -306,8 +310,13 @@ class Llama(GuardedLlama):
             if not _llama_cpp.has_vocabulary(self):
                 raise UnsupportedModelError(NO_VOCABULARY)
             if special and may_have_marks(text) and self.content_marks is not None:
-                return self._tokens_of_marked(text.decode("utf-8", "surrogateescape"), add_bos)
-            return self._tokens(text, add_bos, special)
+                tokens = self._tokens_of_marked(text.decode("utf-8", "surrogateescape"), add_bos)
+            else:
+                tokens = self._tokens(text, add_bos, special)
+            if not (special and _BEGINS_A_CHAT.get()):
+                return tokens
+            _BEGINS_A_CHAT.set(False)
+            return _llama_cpp.with_bos(_llama_cpp.vocab(self), tokens)
 
     def _tokens(self, text: bytes, add_bos: bool, special: bool) -> list[int]:
         base = super().tokenize
@@ -438,12 +447,18 @@ class Llama(GuardedLlama):
     def create_chat_completion(
         self, messages: Sequence[Mapping[str, object]], *args: Any, **kwargs: Any
     ) -> Any:
-        """Answer a chat as the base class does, where control tokens in messages are text."""
+        """Answer a chat as the base class does, where control tokens in messages are text, and the prompt
+        begins with BOS where the vocabulary asks for it.
+        """
         check_messages(messages)
         given = _CHAT_COMPLETION.bind(self, messages, *args, **kwargs).arguments
         options = {name: value for name, value in given.items() if name not in ("self", "messages")}
         marked, options = self.marked_chat(messages, options)
-        return super().create_chat_completion(marked, **options)
+        before = _BEGINS_A_CHAT.set(self.chat_handler is None)
+        try:
+            return super().create_chat_completion(marked, **options)
+        finally:
+            _BEGINS_A_CHAT.reset(before)
 
     @overload  # type: ignore[override]
     def create_completion(

@@ -415,9 +415,7 @@ class ChatTurn(_llama_cpp.Completions):
         the template leaves it out, as in the chats of an engine.
         """
         tokens = self._llm.tokenize(text, add_bos, special)
-        vocab = _llama_cpp.vocab(self._llm)
-        begin = [llama_cpp.llama_vocab_bos(vocab)] if llama_cpp.llama_vocab_get_add_bos(vocab) else []
-        return begin + tokens if special and tokens[:1] != begin else tokens
+        return _llama_cpp.with_bos(_llama_cpp.vocab(self._llm), tokens) if special else tokens
 
     def create_completion(self, prompt: Any, *, max_tokens: int | None = 16, **options: Any) -> Any:
         if max_tokens is None or max_tokens <= 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from mixedkv.config.mixed import type_name
@@ -194,7 +195,7 @@ class KVStats:
             f"tokens    {self._tokens_text()}",
             f"bytes     {self._bytes_text()}",
             f"bits      {self.bits_per_element:.2f} per element, {format_saving(self.saving)}",
-            f"answers   {self._answers_text()}",
+            *wrap(f"answers   {self._answers_text()}", 80, subsequent_indent=" " * 10),
         ]
         filled = (sequence for sequence in self.sequences if sequence.pos_max >= 0)
         return "\n".join([*lines, *map(str, filled), *map(str, self.layers or ())])

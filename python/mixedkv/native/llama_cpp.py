@@ -282,6 +282,18 @@ class ModelTokenizer(LlamaTokenizer):
         return text.removeprefix(b" ") if begins else text  # the space of Llama 1
 
 
+def with_bos(of: Any, tokens: list[int]) -> list[int]:
+    """Return a chat's tokens with the token that begins a sequence, where the vocabulary asks for it and the
+    template leaves it out.
+
+    Args:
+        of: the vocabulary.
+    """
+    bos = llama_cpp.llama_vocab_bos(of)
+    adds = llama_cpp.llama_vocab_get_add_bos(of) and tokens[:1] != [bos]
+    return [bos, *tokens] if adds else tokens
+
+
 def special_tokens(vocab: Any) -> list[tuple[int, str, int]]:
     """Return the ids, texts and attributes of the tokens that are looked for in a text before all else."""
     found = []

@@ -39,7 +39,7 @@ def test_ten_turns_evaluate_the_new_message_only(llm: Llama, cache: MessageCache
     for i in range(10):
         result = cache.chat(messages, **GREEDY)
         usage = result.usage
-        assert usage.prompt_tokens == n_tokens(llm, rendered(messages))
+        assert usage.prompt_tokens == 1 + n_tokens(llm, rendered(messages))  # with BOS
         assert usage.cached_tokens + usage.evaluated_tokens == usage.prompt_tokens
         if i:  # "<|end|>" of the answer before, the new message, "<|assistant|>"
             new = "<|end|>" + rendered(messages[-1:])

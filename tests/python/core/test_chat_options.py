@@ -69,6 +69,12 @@ def test_the_only_tool_is_called_where_a_call_is_required(llm: Llama) -> None:
     jsonschema.validate(json.loads(call["function"]["arguments"]), SCHEMA)
 
 
+def test_a_chat_begins_with_bos_where_the_vocabulary_asks_for_it(llm: Llama) -> None:
+    llm.create_chat_completion(QUESTION, max_tokens=1)
+    assert llm.input_ids[:2].tolist().count(llm.token_bos()) == 1
+    assert llm.tokenize(b"<|user|>a", add_bos=False, special=True)[0] != llm.token_bos()
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

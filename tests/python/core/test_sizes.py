@@ -52,7 +52,9 @@ def options(command: str) -> set[str]:
         for action in each._actions:
             if isinstance(action, argparse._SubParsersAction):
                 parsers += action.choices.values()
-            elif re.search(r"-(gb|mb|memory|budget)$", " ".join(action.option_strings)):
+            elif action.metavar != "N" and re.search(
+                r"-(gb|mb|memory|budget)$", " ".join(action.option_strings)
+            ):  # --reasoning-budget counts tokens
                 found.add(action.option_strings[0])
                 text = "1GiB,2GiB" if action.metavar == "SIZE,SIZE" else "2GiB"
                 assert action.metavar in ("SIZE", "SIZE,SIZE"), action.option_strings

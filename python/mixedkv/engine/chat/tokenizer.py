@@ -289,9 +289,7 @@ class Tokenizer(TextTokenizer):
         """
         rendered = self.rendered(chat)
         tokens = self.with_images(rendered.marked or rendered.text, chat.images, start=False, long=long)
-        adds = start and llama_cpp.llama_vocab_get_add_bos(self._vocab)
-        bos = llama_cpp.llama_vocab_bos(self._vocab)
-        return [bos, *tokens] if adds and tokens[:1] != [bos] else tokens, rendered
+        return _llama_cpp.with_bos(self._vocab, tokens) if start else tokens, rendered
 
     def _format(self, messages: Messages) -> Any:
         if self._formatter is None:
