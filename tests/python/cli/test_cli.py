@@ -239,7 +239,7 @@ def test_words_of_the_context() -> None:
     [
         ([], "the following arguments are required: COMMAND"),
         (["walk"], "invalid choice: 'walk'"),
-        (["run", "-m", "none.gguf", "-p", "x"], "there is no model file 'none.gguf'"),
+        (["run", "-m", "none.gguf", "-p", "x"], "none.gguf: No such file or directory"),
         (["run", "-m", __file__, "-p", "x"], "no GGUF file"),
         (["run", "-m", str(model_path())], "add TEXT or -f FILE"),
         (["run", "-p", ""], "the prompt is empty"),
@@ -487,8 +487,9 @@ def test_words_of_llama_cpp_are_taken(capfd: pytest.CaptureFixture[str]) -> None
 def test_a_model_and_a_prompt_may_stand_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "twin.gguf"
     path.symlink_to(model_path())
-    assert main(["run", str(path), "hello", "-n", "-1", "-c512", "-tb", "1", "--temp", "0"]) == 0
-    assert capfd.readouterr().out == run("run", "hello", "-n", "99", "-c", "512", "--temp", "0").stdout
+    question = " ".join(RECALL.journal) + " " + RECALL.fact.question  # whose answer ends
+    assert main(["run", str(path), question, "-n", "-1", "-c512", "-tb", "1", "--temp", "0"]) == 0
+    assert capfd.readouterr().out == run("run", question, "-n", "99", "-c", "512", "--temp", "0").stdout
 
 
 def test_images_in_a_prompt_and_a_chat(tmp_path: Path) -> None:
