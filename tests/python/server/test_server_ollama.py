@@ -116,7 +116,6 @@ def test_what_loads_a_model_is_ignored(server: Server) -> None:
         assert client(server).chat(MODEL + ":latest", [USER], options=options, keep_alive="5m").done
     server.wait_for_log("num_ctx")
     server.wait_for_log("--n-ctx 100000")
-    server.wait_for_log("options.repeat_last_n")
     assert client(server).chat(MODEL, []).done_reason == "load"
     assert client(server).generate(MODEL).done_reason == "load"
 

@@ -35,7 +35,7 @@ def unpack(folder: Path) -> Path:
     vendor = REPOSITORY / "vendor"
     pin = fetch.read_pin(vendor)
     given = os.environ.get("MIXEDKV_SDIST")
-    sdist = Path(given) if given else fetch.download(pin, REPOSITORY / "build" / "sdist")
+    sdist = Path(given) if given else fetch.download(pin, REPOSITORY / "build" / "release" / "sdist")
     fetch.verify(sdist, pin)
     part = fetch.Part(root=pin.root / "vendor" / "llama.cpp", paths=_PATHS)
     fetch.extract(sdist, part, folder / "llama.cpp")
