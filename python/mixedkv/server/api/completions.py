@@ -128,12 +128,12 @@ class _Answer(OpenAIAnswer):
         return b"".join(self._template(i)(text) for i, text in texts if text)
 
     def _events(self, i: int, event: Delta | Done) -> bytes:
-        text = event.text
-        if self._echoes_logprobs and i not in self._echoed:
+        text, long = event.text, self.takes_long(i)
+        if long:
             text = self._echo(i) + text
         elif isinstance(event, Delta) and not (event.logprobs or self._body.timings_per_token):
             return self._template(i)(event.text)
-        return self._of_event(self._choice(i, event, text, getattr(event, "reason", None)))
+        return self._of_event(self._choice(i, event, text, getattr(event, "reason", None)), long=long)
 
     def takes_long(self, i: int) -> bool:
         return self._echoes_logprobs and i not in self._echoed

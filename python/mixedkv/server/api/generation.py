@@ -20,7 +20,7 @@ from mixedkv.ids import new_id
 from mixedkv.images.picture import PromptImage
 from mixedkv.server.api.llama_settings import about_answer, prompt_text
 from mixedkv.server.api.schemas import GenerationFields
-from mixedkv.server.api.sse import DONE, PING, SentAnswer, Template, sse
+from mixedkv.server.api.sse import DONE, PING, SentAnswer, Template, long_sse, sse
 from mixedkv.server.api_error import ApiError, bad_request, from_engine
 from mixedkv.server.state import ServerState
 from mixedkv.sessions import CacheSessionMetadata
@@ -295,9 +295,10 @@ class OpenAIAnswer(SentAnswer):
         chunk = {**self._head, "choices": [choice]}
         return {**chunk, "usage": None} if self._include_usage else chunk
 
-    def _of_event(self, choice: dict[str, Any]) -> bytes:
-        """Return the event with a choice, with timings if each has them."""
-        return sse({**self._chunk(choice), **self._timings(choice["index"])})
+    def _of_event(self, choice: dict[str, Any], *, long: bool = False) -> bytes:
+        """Return the event with a choice, with timings if each has them. A `long` one is made in pieces."""
+        made = {**self._chunk(choice), **self._timings(choice["index"])}
+        return long_sse(made) if long else sse(made)
 
     def _more(self, ends: Sequence[Done]) -> dict[str, Any]:
         """Return the fields of a whole answer that are there where they are asked for."""

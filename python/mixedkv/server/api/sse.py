@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.revoked import ENDING
-from mixedkv.server.packing import encode_text
+from mixedkv.server.packing import encode_text, json_pieces
 from mixedkv.server.pending import OnEvent, PendingRequest, disconnected, or_disconnect
 from mixedkv.server.state import ServerState, packed_answer, tenant, time_left
 
@@ -32,6 +32,11 @@ NDJSON: Headers = [(b"content-type", b"application/x-ndjson"), *_UNBUFFERED]
 def sse(chunk: dict[str, Any]) -> bytes:
     """Return an event."""
     return f"data: {encode_text(chunk)}\n\n".encode()
+
+
+def long_sse(chunk: dict[str, Any]) -> bytes:
+    """Return an event that is large: made in pieces, between which other threads run."""
+    return f"data: {''.join(json_pieces(chunk))}\n\n".encode()
 
 
 def named_sse(chunk: dict[str, Any]) -> bytes:
