@@ -149,17 +149,16 @@ class KVStats:
         named = {name: numbers[_NATIVE_NAMES.get(name, name)] for name in _NUMBERS}
         named["tokens_cold"] -= named["tokens_hot"]
         read = now["n_pages_read"] / now["n_pages"] if now["n_pages"] else 1.0
-        told = {"kv": kv, "pages_read": read, "bits_problem": bits_problem}
-        return cls(**told, sequences=sequences, layers=layers, **named)
+        named |= {"kv": kv, "pages_read": read, "bits_problem": bits_problem}
+        return cls(sequences=sequences, layers=layers, **named)
 
     @classmethod
     def without_rows(cls, n_ctx: int, n_seq_max: int, by_layer: bool) -> KVStats:
         """Return the stats of a context whose layers all keep a state instead."""
         numbers: dict[str, Any] = {field.name: 0 for field in fields(cls)}
-        named = {"kv": "none", "mixed": False, "n_ctx": n_ctx, "n_seq_max": n_seq_max, "sequences": ()}
-        why = "layers that keep a state are llama.cpp's"
-        layers = () if by_layer else None
-        return cls(**{**numbers, **named, "pages_read": 1.0, "bits_problem": why, "layers": layers})
+        numbers |= {"kv": "none", "mixed": False, "n_ctx": n_ctx, "n_seq_max": n_seq_max, "sequences": ()}
+        numbers |= {"pages_read": 1.0, "bits_problem": "layers that keep a state are llama.cpp's"}
+        return cls(**{**numbers, "layers": () if by_layer else None})
 
     @property
     def tokens(self) -> int:
