@@ -111,7 +111,7 @@ def test_blocks_are_never_lost() -> None:
 def test_an_answer_does_not_command_the_terminal(screen: Screen, console: Console) -> None:
     with MarkdownStream(console) as stream:
         stream.add("before\x1b[2J\x1b]0;title\x07 \x9b31m after")
-    assert screen.lines == ["before[2J]0;title 31m after"]
+    assert screen.lines == ["before␛[2J␛]0;title␇ \N{REPLACEMENT CHARACTER}31m after"]
 
 
 def test_an_answer_that_is_piped_or_asked_for_plain_is_as_it_was_written(screen: Screen) -> None:

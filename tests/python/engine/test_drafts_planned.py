@@ -98,6 +98,7 @@ def drafted(spec: Speculation, rates: list[float], n_prompt: int = 0, left: int 
                 request=SimpleNamespace(max_tokens=left + 1),
                 n_answer=1,
                 tokens=[1] * 50,
+                alone=False,
             ),
             1,
             chooses=True,
