@@ -390,5 +390,6 @@ def test_numbers_of_the_prompt_are_those_of_the_cache(llm: Llama, cache: Message
     cache.chat(messages, **GREEDY)
     (sequence,) = llm.kv.stats().sequences
     assert sequence.pos_max + 1 == llm.n_tokens
-    expected = llm.tokenize(rendered(messages).encode(), add_bos=False, special=True)
+    text = llm.tokenize(rendered(messages).encode(), add_bos=False, special=True)
+    expected = [llm.token_bos(), *text]
     assert np.array_equal(llm.input_ids[: len(expected)], expected)

@@ -89,7 +89,7 @@ def test_a_long_chat_goes_on(llm: Llama, store: KVStore, caplog: pytest.LogCaptu
     assert usages[-1].prompt_tokens > SIZE + 200
     assert llm.n_tokens <= SIZE
     for (asked, _), usage in list(zip(turns, usages, strict=True))[1:]:
-        assert usage.prompt_tokens == n_tokens(llm, asked)
+        assert usage.prompt_tokens == 1 + n_tokens(llm, asked)  # with BOS
         assert usage.evaluated_tokens <= n_tokens(llm, asked[-1:]) + 2
         assert usage.cached_tokens + usage.evaluated_tokens == usage.prompt_tokens
         assert usage.exact == (usage.dropped_tokens == 0)
