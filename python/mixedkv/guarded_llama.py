@@ -280,13 +280,34 @@ class GuardedLlama(_llama_cpp.SampledLlama):
                 self._check_interrupt(error)
                 raise
 
+    @contextmanager
+    def turn(self, what: str) -> Iterator[int]:
+        """Evaluate otherwise than by `eval` while inside. Yield the number of evaluations before this one:
+        where it is that of the caller's last turn, nothing was evaluated in between.
+
+        Args:
+            what: name of the caller, for an error.
+
+        Raises:
+            ContextBusyError, StoppedError, ClosedError: as `eval`.
+        """
+        with self.busy.waiting():
+            before = self._n_turns
+            with self._evaluating(what):
+                yield before
+
+    @property
+    def n_turns(self) -> int:
+        """Number of evaluations so far, including those of `turn`."""
+        return self._n_turns
+
     def _refuse_lent(self, what: str) -> None:
         if self._lent:
             raise ContextBusyError(
                 f"{what}: an Engine uses this Llama, and answers by Engine.submit: close it first"
             )
 
-    def _watch(self, n_tokens: int) -> None:
+    def watch(self, n_tokens: int) -> None:
         """Let Ctrl-C and `interrupt` stop the evaluation of `n_tokens` tokens half-way.
 
         A few tokens of a model with recurrent layers are stopped before they begin instead: to take back half

@@ -389,7 +389,7 @@ class Llama(GuardedLlama):
             self._n_asked = self.n_tokens + len(tokens)
             for begin in range(0, max(1, len(tokens)), size):
                 part = tokens[begin : begin + size]
-                self._watch(len(part))
+                self.watch(len(part))
                 with self._kv.step(part):
                     super().eval(part)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, TextIO, TypeVar
 
@@ -35,10 +35,17 @@ class LoadingBar:
         self._bar.close()
 
 
-def with_prompt_bar(llm: Llama, chunks: Iterable[T]) -> Iterator[T]:
-    """Yield the chunks of an answer; show how far its prompt is until the first one comes."""
+def with_prompt_bar(
+    llm: Llama, chunks: Iterable[T], evaluated: Callable[[], tuple[int, int]] | None = None
+) -> Iterator[T]:
+    """Yield the chunks of an answer; show how far its prompt is until the first one comes.
+
+    Args:
+        evaluated: returns how many tokens of the prompt are evaluated, and of how many; None asks the
+            `Llama`.
+    """
     chunks, came = iter(chunks), threading.Event()
-    thread = threading.Thread(target=_watch, args=(llm, came), daemon=True)
+    thread = threading.Thread(target=_watch, args=(llm, came, evaluated), daemon=True)
     thread.start()
     try:
         begin = list(islice(chunks, 1))
@@ -49,14 +56,14 @@ def with_prompt_bar(llm: Llama, chunks: Iterable[T]) -> Iterator[T]:
     yield from chunks
 
 
-def _watch(llm: Llama, came: threading.Event) -> None:
+def _watch(llm: Llama, came: threading.Event, evaluated: Callable[[], tuple[int, int]] | None) -> None:
     began = time.time()
     if came.wait(_LATE):
         return
     with _bar("prompt", delay=0.0) as bar:  # tqdm does not clear what it shows before its own delay is over
         bar.start_t = began
         while not came.wait(_EVERY):
-            n, total = llm.evaluated
+            n, total = llm.evaluated if evaluated is None else evaluated()
             if llm.streaming is not None and (layer := llm.streaming.layer):
                 bar.set_postfix_str(f"layer {layer[0]} of the {layer[1]} that are read", refresh=False)
             bar.update(n / max(1, total) - bar.n)

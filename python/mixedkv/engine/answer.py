@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import CancelledError
 from typing import Protocol
 
@@ -16,8 +17,10 @@ from mixedkv.engine.sample.sampler import TokenLogprob
 from mixedkv.engine.text.answer_reader import Part, ReadAnswer
 
 
-class _Canceller(Protocol):
+class _Engine(Protocol):
     def cancel(self, job: Job) -> None: ...
+
+    def drive(self, until: Callable[[], object]) -> None: ...
 
 
 class Answer:
@@ -30,7 +33,7 @@ class Answer:
         job: the numbers: n_prompt, n_cached, n_answer, exact, t_first - t_submit.
     """
 
-    def __init__(self, engine: _Canceller, job: Job, chat: RenderedChat | None = None) -> None:
+    def __init__(self, engine: _Engine, job: Job, chat: RenderedChat | None = None) -> None:
         self.job = job
         self._engine, self._chat = engine, chat or RenderedChat(text="")
         self._pieces: deque[str] = deque()  # nobody has taken
@@ -95,16 +98,19 @@ class Answer:
             TimeoutError: it has not ended after `timeout` seconds.
             Exception: what made it fail: EngineError, ClosedError, CancelledError, ...
         """
+        late = None if timeout is None else time.monotonic() + timeout
+        self._engine.drive(lambda: self._has_ended() or (late is not None and time.monotonic() > late))
         with self._changed:
-            if not self._changed.wait_for(lambda: self._end is not None, timeout):
+            if not self._changed.wait_for(self._has_ended, timeout):
                 raise TimeoutError(f"the answer has not ended after {timeout} seconds")
             return self._whole()
 
     def __iter__(self) -> Iterator[str]:
         try:
             while True:
+                self._engine.drive(self._has_piece)
                 with self._changed:
-                    self._changed.wait_for(lambda: self._pieces or self._end)
+                    self._changed.wait_for(self._has_piece)
                     piece = self._next_piece()
                 if piece is None:
                     return
@@ -159,6 +165,7 @@ class Answer:
 
     async def _arrival(self, pieces: bool) -> None:
         """Wait for a piece, or for the end."""
+        self._engine.drive(self._has_piece if pieces else self._has_ended)
         while True:
             with self._changed:
                 if self._end is not None or (pieces and self._pieces):
@@ -167,6 +174,12 @@ class Answer:
                 future = loop.create_future()
                 self._sleepers.append((loop, future))
             await future
+
+    def _has_ended(self) -> bool:
+        return self._end is not None
+
+    def _has_piece(self) -> bool:
+        return self._end is not None or bool(self._pieces)
 
     def _next_piece(self) -> str | None:
         """Return the next piece of text, None at the end."""

@@ -24,14 +24,16 @@ import llama_cpp
 from mixedkv.chunks.chunk_reuse import ChunkChoice
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.batch.vector_job import VectorJob, vector_width
+from mixedkv.engine.callers_turn import CallersStepper, CallersTurn, sequence_size
 from mixedkv.engine.chat.chat_template import Chat, RenderedChat
+from mixedkv.engine.chat.message_ends import message_ends
 from mixedkv.engine.chat.tokenizer import Prompt, Tokenizer
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.kv_connector import KVConnector
 from mixedkv.engine.draft.speculation import Speculation
 from mixedkv.engine.inbox import Deliver, Inbox, Outbox, QueueRoom, Turns, deliver_directly
 from mixedkv.engine.jobs.job import Failed, Job
-from mixedkv.engine.prepare import check_model, fit, lend, prepare
+from mixedkv.engine.prepare import check_alone, check_model, fit, lend, prepare
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.contract import Observer, StepPlan
 from mixedkv.engine.schedule.pacing import SLOWDOWN, Pace
@@ -40,12 +42,12 @@ from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.engine.stepping import NotFiniteCount, Stepper
 from mixedkv.engine.text.detokenizer import Detokenizer, stop_strings
 from mixedkv.engine.work.turns import Limits, unlimited
-from mixedkv.errors import ClosedError, ContextLengthError
+from mixedkv.errors import ClosedError, ContextBusyError, ContextLengthError
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.start.checkpoints import CheckpointLimits
-from mixedkv.start.sequences import Reuse, SequencePool
+from mixedkv.start.sequences import MIN_SHARED, Reuse, SequencePool
 from mixedkv.start.sequences import Sequence as PoolSequence
 from mixedkv.tokens import Tokens
 
@@ -85,6 +87,9 @@ class Engine:
         draft_model: model that drafts answers, used by the engine alone; with the same vocabulary and
             `parallel` sequences.
         turns: lock that engines on the same cores share, so that they step by turns.
+        threaded: step on a thread of the engine's own. Otherwise it steps on the threads that wait for its
+            answers, one at a time in sequence 0 of any `Llama`, which others may use between two steps: see
+            `CallersTurn`.
 
     Raises:
         ValueError: `llm` or `draft_model` has too few sequences or no unified cache, or they do not match.
@@ -107,38 +112,44 @@ class Engine:
         speculation: SpeculationMode = "off",
         draft_model: Llama | None = None,
         turns: Turns | None = None,
+        threaded: bool = True,
     ) -> None:
-        parallel = check_model(llm, parallel)
-        self.llm, self.parallel = llm, parallel
-        self.n_ctx, self.width = int(llm.n_ctx()), vector_width(llm)
+        parallel = check_model(llm, parallel) if threaded else check_alone(parallel)
+        self.llm, self.parallel, self.threaded = llm, parallel, threaded
+        self.n_ctx, self.width = int(llm.n_ctx()) if threaded else sequence_size(llm), vector_width(llm)
         self._n_train = int(llama_cpp.llama_model_n_ctx_train(_llama_cpp.model(llm)))
         if self.width == 0:  # a model without vocabulary takes only `VectorJob`s
             self.detokenizer = Detokenizer(_llama_cpp.vocab(llm))
             self.tokenizer = tokenizer or Tokenizer(llm)
+            if threaded:
+                self.tokenizer.prepare_constraints()
         self.observer = observer or Observer()
         self.pool = SequencePool(
             llm.kv,
-            n_seq := llm.context_params.n_seq_max,
+            n_seq := llm.context_params.n_seq_max if threaded else 1,
             llm.kv.cut_rule,
             exact_only=exact_only,
             max_kept=max(1, (n_seq - parallel) // 2),
-            limits=checkpoints,
+            limits=checkpoints if threaded else CheckpointLimits(per_sequence=0),
+            min_shared=MIN_SHARED if threaded else 1,
             most_kept=lambda tenant: limits(tenant).kept,
             n_windows=llm.n_windows,
         )
         self.speculation = Speculation(llm, speculation, self.observer, draft_model, parallel)
         self._turns = turns or Turns()
+        # a caller's step is a micro-batch, which Ctrl-C keeps
+        n_batch = llm.n_batch if threaded else min(llm.n_batch, llama_cpp.llama_n_ubatch(llm.ctx))
         self._scheduler: Scheduler[Job] = Scheduler(
             self.pool,
-            Pace(llm.n_batch, slowdown),
+            Pace(n_batch, slowdown),
             n_ctx=self.n_ctx,
-            n_batch=llm.n_batch,
+            n_batch=n_batch,
             parallel=parallel,
             observer=self.observer,
             limits=limits,
         )
         self._outbox = Outbox(deliver)
-        self._stepper = Stepper(
+        self._stepper = (Stepper if threaded else CallersStepper)(
             llm,
             self._scheduler,
             self._outbox,
@@ -148,7 +159,11 @@ class Engine:
             None if self.width else self.tokenizer,
             None if self.width else self.detokenizer,
             self.width,
+            self.n_ctx,
         )
+        self._callers_turn: CallersTurn | None = None
+        if isinstance(self._stepper, CallersStepper):
+            self._callers_turn = self._stepper.turn = CallersTurn(llm, self.pool, self._fail_running)
         self._inbox = Inbox()
         self._fetching: set[Job] = set()
         self.room = QueueRoom(
@@ -158,14 +173,17 @@ class Engine:
         self._submitting = threading.RLock()  # a job is either refused or in the inbox before closing begins
         self._connector = connector
         self._closed, self._closing = False, threading.RLock()
-        self._thread = threading.Thread(target=self._run, name="mixedkv-engine", daemon=True)
-        llm.kv.clear()  # the pool assumes that all sequences are empty
         self._models = [llm] if draft_model is None else [llm, draft_model]
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._run, name="mixedkv-engine", daemon=True)
+            llm.kv.clear()  # the pool assumes that all sequences are empty
         if connector is not None:
             connector.attach(self)
-        self._thread.start()
-        atexit.register(self.close)  # llama.cpp does not outlive the main thread
-        lend(self._models, weakref.WeakMethod(self.close))
+        if self._thread is not None:
+            self._thread.start()
+            atexit.register(self.close)  # llama.cpp does not outlive the main thread
+        lend(self._models, weakref.WeakMethod(self.close), alone=threaded)
 
     # --- any thread ---
 
@@ -206,8 +224,8 @@ class Engine:
 
     @property
     def thread_id(self) -> int | None:
-        """`ident` of the engine's thread."""
-        return self._thread.ident
+        """`ident` of the engine's thread; None where it has none."""
+        return self._thread.ident if self._thread is not None else None
 
     @property
     def has_work(self) -> bool:
@@ -217,7 +235,7 @@ class Engine:
     @property
     def alive(self) -> bool:
         """True while the engine takes jobs."""
-        return self._thread.is_alive() and not self._inbox.closed
+        return (self._thread is None or self._thread.is_alive()) and not self._inbox.closed
 
     @property
     def idle(self) -> bool:
@@ -228,7 +246,7 @@ class Engine:
         self,
         prompt: Prompt,
         *,
-        max_tokens: int = 256,
+        max_tokens: int | None = 256,
         stop: str | Sequence[str] = (),
         n_logprobs: int | None = None,
         tenant: str = "",
@@ -237,6 +255,9 @@ class Engine:
         speculation: SpeculationMode | None = None,
         prediction: str = "",
         overflow: Overflow = "refuse",
+        session: str | None = None,
+        message_id: str = "",
+        named: Sequence[tuple[str, str]] = (),
         **sampling: Any,
     ) -> Answer:
         """Submit a prompt and return its answer, which is generated in the background.
@@ -244,7 +265,8 @@ class Engine:
         Args:
             prompt: a text, token ids, the messages of a chat, or a `Chat`, which may have tools and images:
                 its answer is read by `Answer.message`.
-            max_tokens: maximum length of the answer.
+            max_tokens: maximum length of the answer; None is what the context has room for, or a quarter of
+                it where that is more.
             stop: a string that ends it, or several.
             n_logprobs: return logprobs, with this many of the likeliest tokens at each place; None for no
                 logprobs.
@@ -256,6 +278,9 @@ class Engine:
             prediction: text that the answer may contain; where it does, tokens are checked instead of
                 generated.
             overflow: "slide" drops the middle of a prompt that does not fit the context, see `Request`.
+            session: what the stored KV goes away with, see `KVStore.remove`.
+            message_id: the stored KV of the answer is found by it.
+            named: ids and texts of the chat's messages, by which their stored KV is found; "" for no id.
             **sampling: fields of `Sampling`: temperature, top_p, seed, ...
 
         Raises:
@@ -272,9 +297,11 @@ class Engine:
             sampling["constraint"] = chat.constraint
         request = Request(
             prompt=tokens,
-            max_tokens=max_tokens,
+            max_tokens=max(self.n_ctx - len(tokens), self.n_ctx // 4) if max_tokens is None else max_tokens,
             sampling=Sampling(**sampling),
             tenant=tenant,
+            session=session,
+            message_ends=message_ends(named, chat.text, tokens, self.detokenizer),
             stop=[*stop_strings(stop), *chat.stops],
             stream=True,
             n_logprobs=n_logprobs,
@@ -286,6 +313,7 @@ class Engine:
             **(self._chat_fields(prompt, chat, len(tokens)) if isinstance(prompt, Chat) else {}),
         )
         (job,) = self.prepare([request])
+        job.message_id = message_id
         answer = Answer(self, job, chat)
         self.submit_jobs([job])
         return answer
@@ -333,6 +361,8 @@ class Engine:
         """
         for job in jobs:
             self._fit(job)
+            if not self.threaded:
+                job.least = 1  # nobody waits while it is loaded or stored
             if isinstance(job, VectorJob) != bool(self.width):
                 raise ValueError("a model without vocabulary takes vectors, and no other one does")
             if job.accept == "chunks" and not isinstance(self._connector, ChunkConnector):
@@ -392,9 +422,39 @@ class Engine:
         job.cancelled = True
         self._inbox.wake()
 
+    def stop(self, job: Job) -> None:
+        """Cancel a job and store what was computed of it; its place is free when this returns."""
+
+        def end() -> None:
+            has_rows = job in self._scheduler.running
+            self._scheduler.drop_cancelled()
+            if has_rows and self._connector is not None and job.request.store:
+                self._connector.offload(job)
+
+        self.cancel(job)
+        with contextlib.suppress(ClosedError, ContextBusyError):
+            self.call(end).result()
+
     def call(self, function: Callable[[], _T]) -> Future[_T]:
-        """Run a function on the engine's thread between two steps."""
-        return self._inbox.call(function)
+        """Run a function on the engine's thread between two steps; without one here, or after the step that
+        is under way.
+        """
+        if self._callers_turn is None or self._callers_turn.stepping:
+            return self._inbox.call(function)
+        return self._callers_turn.call(function)
+
+    def drive(self, until: Callable[[], object]) -> None:
+        """Step on this thread until a condition holds, where the engine has no thread of its own."""
+        if self._callers_turn is None:
+            return
+        while not until():
+            self._check_open()
+            had_work = self.has_work or self._inbox.has_calls
+            self._one_round()
+            if not (had_work or until()):
+                raise RuntimeError("the engine has nothing to do, and no answer: please report it")
+        if not self.has_work and self._inbox.has_calls:  # what is stored of an answer that has ended
+            self._one_round()
 
     def drop_waiting(
         self, seq: PoolSequence, tenant: str, tokens: Tokens, begin: int, end: int, most_cut: int = 0
@@ -434,21 +494,25 @@ class Engine:
         Raises:
             RuntimeError: called on the engine's own thread, which cannot wait for itself.
         """
-        if threading.current_thread() is self._thread:
+        if self._thread is not None and threading.current_thread() is self._thread:
             raise RuntimeError("an engine cannot be closed by what it calls: close it on another thread")
         with self._closing:  # a second caller, or one that was interrupted, returns when the thread has ended
             if self._closed:
                 return
             try:
-                self.drain(0)
+                if self._thread is None:
+                    self._fail_all(ClosedError(_CLOSING))
+                else:
+                    self.drain(0)
                 if self._connector is not None:
                     self._connector.close()
             finally:
                 self._inbox.close()
-                self._thread.join()
+                if self._thread is not None:
+                    self._thread.join()
+                    for model in self._models:
+                        model.lend(False)
                 self.speculation.close()
-                for model in self._models:
-                    model.lend(False)
                 self._closed = True
                 atexit.unregister(self.close)
 
@@ -489,18 +553,31 @@ class Engine:
             self._fail_all(ClosedError(_CLOSING))
 
     def _one_round(self) -> None:
-        scheduler = self._scheduler
-        if not scheduler.running:  # jobs that wait can only be helped by a call: look again soon
+        scheduler, turn = self._scheduler, self._callers_turn
+        if turn is None and not scheduler.running:
+            # jobs that wait can only be helped by a call: look again soon
             self._inbox.wait(0.01 if scheduler.waiting else None)
-        with self._turns, self.llm.busy.waiting():
+        use = self.llm.busy.waiting if turn is None else turn
+        with self._turns, use():
             # one call a step while answers run, as all streams wait for it
             while self._inbox.answer_call() and not scheduler.running:
                 pass
-            self._stepper.advance([job for job in self._inbox.take() if not self._reads(job)])
+            self._step([job for job in self._inbox.take() if not self._reads(job)])
         self._outbox.flush()
         if scheduler.to_save:
-            with self._turns, self.llm.busy.waiting():
+            with self._turns, use():
                 scheduler.save()
+
+    def _step(self, jobs: Sequence[Job]) -> None:
+        turn = self._callers_turn
+        if turn is None:
+            self._stepper.advance(jobs)
+            return
+        turn.stepping = True
+        try:
+            self._stepper.advance(jobs)
+        finally:
+            turn.stepping = False
 
     def _reads(self, job: Job) -> bool:
         """Return whether the connector reads KV that it found for a new job, which the context lacks. The job
@@ -513,6 +590,12 @@ class Engine:
             return True
         self._fetching.discard(job)
         return False
+
+    def _fail_running(self, error: Exception) -> None:
+        """Fail the jobs whose rows have gone."""
+        for job in self._scheduler.running:
+            job.store_problem = str(error)
+        self._stepper.fail_all(error)
 
     def _fail_all(self, error: Exception) -> None:
         self._scheduler.add(self._inbox.take())

@@ -39,6 +39,11 @@ class Inbox:
         """Return the jobs that nobody has taken yet."""
         return list(self._jobs)
 
+    @property
+    def has_calls(self) -> bool:
+        """True if a function waits to be run."""
+        return bool(self._calls)
+
     def put(self, job: Job) -> None:
         """Hand an item to the engine's thread.
 

@@ -167,10 +167,29 @@ def check_model(llm: Llama, parallel: int | None) -> int:
     return min(parallel, llm.n_windows or parallel)
 
 
-def lend(models: Sequence[Llama], close: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Refuse other callers that evaluate with these models, and have the models call `close` before they
-    close.
+def check_alone(parallel: int | None) -> int:
+    """Return how many answers are made at a time without a thread: one.
+
+    Raises:
+        ValueError: `parallel` is another number.
+    """
+    if parallel not in (None, 1):
+        raise ValueError(
+            f"parallel={parallel}: without a thread of its own an engine answers one at a time: leave it "
+            f"out, or give threaded=True a Llama(..., n_seq_max=16, kv_unified=True)"
+        )
+    return 1
+
+
+def lend(
+    models: Sequence[Llama], close: weakref.WeakMethod[Callable[[], None]], *, alone: bool = True
+) -> None:
+    """Have the models call `close` before they close.
+
+    Args:
+        alone: refuse other callers that evaluate with them until then.
     """
     for llm in models:
-        llm.lend(True)
+        if alone:
+            llm.lend(True)
         llm.at_close(lambda: (function := close()) and function())

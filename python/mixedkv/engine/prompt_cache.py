@@ -1,23 +1,40 @@
-"""Answers prompts one by one or together, and evaluates only the part of each that is new."""
+"""Answers prompts and chats, one by one or together, and evaluates only the part of each that is new."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, cast, overload
 
+from mixedkv.chunks.passages import ChunkOptions
 from mixedkv.engine.answer import Answer
-from mixedkv.engine.chat.tokenizer import Prompt
+from mixedkv.engine.chat.tokenizer import Prompt, Tokenizer
+from mixedkv.engine.chat_call import Message, chat_of, submit_options
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.sample.sampler import TokenLogprob
 from mixedkv.engine.schedule.request import Request
+from mixedkv.engine.text.answer_reader import Part, ReadAnswer
+from mixedkv.errors import StoppedError, UnsupportedModelError
+from mixedkv.ids import check_id, check_session_id, check_tenant, new_id
+from mixedkv.images.picture import PromptImage
+from mixedkv.limits import whole
 from mixedkv.llama import Llama
+from mixedkv.native.chat_formats import chosen_format
+from mixedkv.prompts.overflow import Overflow
 from mixedkv.start.sequences import Reuse
-from mixedkv.store import KVStore
+from mixedkv.store import Identity, KVStore
+from mixedkv.tokens import Tokens
+
+log = logging.getLogger("mixedkv.engine")
+
+_OF_CHUNKS = {each.name for each in fields(ChunkOptions)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,64 +42,128 @@ class Generation:
     """An answer and what it took.
 
     Attributes:
+        message: the answer to a chat, in OpenAI's form with a `message_id`, to append to the messages.
         tokens: of the answer.
-        finish_reason: "stop", or "length" at max_tokens or the context's end.
+        finish_reason: "stop", "tool_calls", or "length" at max_tokens or the context's end.
         ttft_ms, total_ms: time from the call to the first token and to the end, with tokenizing, waiting and
             the store. After `warm`, which generates no token, both are the time to the end.
-        prompt_tokens, evaluated: tokens of the prompt: all of them, and those that were evaluated.
-        tier: where the other tokens' KV came from: "context", "ram", "disk" or "remote"; "" if all were
+        prompt_tokens: tokens of the prompt, as OpenAI counts them.
+        cached, evaluated: tokens of the prompt that had KV already, and that were evaluated. The others were
+            dropped before, see `overflow`.
+        completion_tokens: tokens of the answer.
+        dropped: tokens of prompt and answer that are no longer in the context.
+        stored: tokens newly stored when the call returned; an engine with a thread stores them later.
+        tier: where the cached tokens' KV came from: "context", "ram", "disk" or "remote"; "" if all were
             evaluated.
         exact: the answer equals that of an evaluation from the first token.
         approximate: tokens of the prompt whose rows come from another prompt.
+        matched_message_id: the newest message of a chat whose stored KV the prompt goes on from.
+        logprobs: of the answer's tokens, if they were asked for.
+        reason: why something stored could not be used, or the answer not be stored.
     """
 
     text: str
+    message: dict[str, Any]
     tokens: tuple[int, ...]
     finish_reason: str
     ttft_ms: float
     total_ms: float
     prompt_tokens: int
+    cached: int
     evaluated: int
+    completion_tokens: int
+    dropped: int
+    stored: int
     tier: str
     exact: bool
     approximate: int
+    matched_message_id: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    reason: str = ""
 
     @property
     def kv_reuse_ratio(self) -> float:
         """Share of the prompt's tokens that were not evaluated, 0 to 1."""
         return 1 - self.evaluated / self.prompt_tokens
 
+    @property
+    def message_id(self) -> str:
+        """Id of the answer to a chat."""
+        return str(self.message["message_id"])
+
 
 class PromptCache:
-    """Answers prompts on one `Llama`, with the KV of what they have in common.
+    """Answers prompts and chats on one `Llama`, with the KV of what they have in common.
+
+    With a plain `Llama` it evaluates on the thread that calls, one prompt at a time, in sequence 0. Others
+    may use the `Llama` between two answers; what they leave there is not gone on from. With a `Llama` of
+    several sequences an engine's thread answers several prompts at a time, and has the `Llama` for itself.
+
+    >>> llm = Llama("model.gguf", kv="mixed", n_ctx=8192)
+    >>> with PromptCache(llm, KVStore("kv-folder")) as cache:
+    ...     result = cache.chat(messages)
+    ...     messages += [result.message, {"role": "user", "content": "And then?"}]
+    ...     result = cache.chat(messages)  # evaluates the new message only
 
     >>> llm = Llama("model.gguf", kv="mixed", n_ctx=8192, n_seq_max=16, kv_unified=True)
     >>> with PromptCache(llm, KVStore("kv-folder")) as cache:
     ...     cache.warm(document)
     ...     answers = cache.generate_batch([document + question for question in questions])
 
+    Messages are dictionaries in OpenAI's form. Each may have a `message_id`, as answers have: a name by which
+    KV is found and forgotten. What is reused is decided by the tokens of the prompt: wrong ids and edited,
+    moved or deleted messages cost time at most.
+
     Args:
-        llm: used by the cache alone until the cache is closed; left open then.
+        llm: left open when the cache is closed.
         store: keeps KV, also for the next process; closed with the cache. None keeps KV in the context only.
-        reuse: "chunks" also reuses passages of other prompts, see docs/passages.md; without a store they are
-            kept in memory.
-        **options: of `Engine`: parallel, exact_only, ...
+        reuse: "exact" uses only rows that equal an evaluation; "prefix" also a beginning whose recent rows
+            are less precise, as after an edit in a mixed cache; "chunks" also passages of other prompts, see
+            docs/passages.md; without a store they are kept in memory. An answer says if it is not `exact`.
+        tenant: whose prompts these are; nobody else's KV is found.
+        session: what stored KV goes away with, e.g. `CacheSessionMetadata.kv_cache_ref`.
+        overflow: "slide" drops the middle of a chat that outgrows the context, see docs/chats.md; "refuse"
+            takes no such prompt, and answers end at the context.
+        threaded: answer on a thread of the engine's own; None: where the `Llama` has several sequences.
+        **options: of `Engine`: parallel, speculation, ..., and with reuse="chunks" of `ChunkOptions`: repair,
+            ratio, check, ...
 
     Raises:
-        ValueError: as `Engine`.
+        ValueError: as `Engine`, or a setting is wrong.
     """
 
     def __init__(
-        self, llm: Llama, store: KVStore | None = None, *, reuse: Reuse = "exact", **options: Any
+        self,
+        llm: Llama,
+        store: KVStore | None = None,
+        *,
+        reuse: Reuse = "exact",
+        tenant: str = "",
+        session: str | None = None,
+        overflow: Overflow = "refuse",
+        threaded: bool | None = None,
+        **options: Any,
     ) -> None:
+        self._tenant = check_tenant(tenant)
+        self._session = None if session is None else check_session_id(session)
+        self._overflow: Overflow = overflow
+        of_chunks = {name: options.pop(name) for name in _OF_CHUNKS & options.keys()}
         connector: StoreConnector | None = None
         if reuse == "chunks":
-            connector = ChunkConnector(store or KVStore(None))
+            connector = ChunkConnector(store or KVStore(None), **of_chunks)
+        elif of_chunks:
+            raise ValueError(f"{', '.join(sorted(of_chunks))}: of passages: give reuse='chunks' as well")
         elif store is not None:
             connector = StoreConnector(store)
+        if threaded is None:
+            threaded = llm.context_params.n_seq_max > 1
         options.setdefault("exact_only", reuse != "prefix")
+        options.setdefault("tokenizer", Tokenizer(llm, chosen_format(llm)))
         self._connector = connector
-        self.engine = Engine(llm, connector=connector, **options)
+        self._n_dropped = 0  # of the latest chat
+        self.engine = Engine(llm, connector=connector, threaded=threaded, **options)
+
+    # --- prompts ---
 
     @overload
     def warm(self, prompt: str | Sequence[int]) -> Generation: ...
@@ -115,12 +196,12 @@ class PromptCache:
             self._connector.flush()
         return done
 
-    def _evaluate(self, tokens: Sequence[int], keep: bool) -> Generation:
+    def _evaluate(self, tokens: Tokens | Sequence[int], keep: bool) -> Generation:
         called = time.perf_counter()
-        job = Job(Request(prompt=tokens, max_tokens=0, keep=keep))
+        job = Job(Request(prompt=tokens, max_tokens=0, keep=keep, tenant=self._tenant, session=self._session))
         answer = Answer(self.engine, job)
         self.engine.submit_jobs([job])
-        return _generation(answer, called)
+        return self._whole(answer, called)
 
     def generate(self, prompt: Prompt, **options: Any) -> Generation:
         """Answer a prompt: a text, token ids, or the messages of a chat.
@@ -132,10 +213,11 @@ class PromptCache:
             ValueError: the prompt is empty or too long, or an option is wrong.
         """
         called = time.perf_counter()
-        return _generation(self.engine.submit(prompt, **options), called)
+        return self._whole(self._submit(prompt, options), called)
 
     def generate_batch(self, prompts: Sequence[Prompt], **options: Any) -> list[Generation]:
-        """Answer prompts at the same time; a beginning that they share is evaluated once.
+        """Answer prompts at the same time; a beginning that they share is evaluated once. With a plain
+        `Llama` they are answered one after the other.
 
         Raises:
             ValueError: as in `generate`; then no prompt is answered.
@@ -144,15 +226,124 @@ class PromptCache:
         answers: list[Answer] = []
         try:
             for prompt in prompts:
-                answers.append(self.engine.submit(prompt, **options))
-            return [_generation(answer, called) for answer in answers]
+                answers.append(self._submit(prompt, options))
+            return [self._whole(answer, called) for answer in answers]
         except BaseException:
             for answer in answers:
                 answer.cancel()
             raise
 
+    def _submit(self, prompt: Prompt, options: dict[str, Any]) -> Answer:
+        mine = {"tenant": self._tenant, "session": self._session, "overflow": self._overflow}
+        return self.engine.submit(prompt, **{**mine, **options})
+
+    def _whole(self, answer: Answer, called: float) -> Generation:
+        try:
+            done = answer.result()
+        except BaseException:
+            answer.cancel()
+            self.engine.stop(answer.job)
+            raise
+        return _generation(answer.job, done.text, done.reason, called, logprobs=done.logprobs)
+
+    # --- chats ---
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        message_id: str | None = None,
+        images: Sequence[PromptImage] = (),
+        **options: Any,
+    ) -> Generation:
+        """Answer a chat, evaluating only what is new of it.
+
+        Args:
+            messages: from the first to the newest.
+            message_id: the answer's; None makes one.
+            images: of the messages, in order; each stands in its message as `images.MARK`.
+            **options: of `create_chat_completion`, with its defaults: max_tokens, temperature, stop, tools,
+                tool_choice, response_format, grammar, logit_bias, logprobs, ...; None for max_tokens is what
+                the context has room for. More are fields of `Sampling`.
+
+        Raises:
+            ValueError: messages, an id or an option are wrong, or the prompt does not fit.
+            TypeError: there is no such option.
+            UnsupportedModelError: a `chat_handler` of llama-cpp-python answers the chats of this `Llama`.
+        """
+        answer = self.stream(messages, message_id=message_id, images=images, **options)
+        for _ in answer:
+            pass
+        assert answer.result is not None
+        return answer.result
+
+    def stream(
+        self,
+        messages: Sequence[Message],
+        *,
+        message_id: str | None = None,
+        images: Sequence[PromptImage] = (),
+        **options: Any,
+    ) -> ChatStream:
+        """Answer as `chat` does, in pieces: iterate for chunks as `create_chat_completion(stream=True)`
+        yields them.
+
+        The first chunk's delta has the `message_id`. After the last one `result` is there. Where the stream
+        is closed before, what was computed up to then is kept.
+        """
+        called, llm = time.perf_counter(), self.engine.llm
+        if llm.chat_handler is not None:
+            raise UnsupportedModelError(
+                f"a chat handler ({type(llm.chat_handler).__name__}) answers the chats of this Llama: use "
+                f"llm.create_chat_completion, or a Llama without chat_handler; images go with `images`"
+            )
+        new = new_id("msg") if message_id is None else check_id("message_id", message_id)
+        chat, named = chat_of(messages, options, images)
+        named = [] if images else named  # where messages end is not known by their texts alone
+        most = options.pop("max_tokens", None)
+        most = None if most is None or whole("max_tokens", most) <= 0 else most
+        made = submit_options(llm, options)
+        answer = self._submit(chat, {**made, "max_tokens": most, "message_id": new, "named": named})
+        return ChatStream(self, answer, new, [name for name, _ in named if name], called)
+
+    def forget(self, message_id: str) -> bool:
+        """Remove the KV of an answer from the context and the store, and all that builds on it; False if none
+        is stored.
+        """
+        check_id("message_id", message_id)
+        return self._connector is not None and self._connector.forget_message(self._tenant, message_id) > 0
+
+    def matched(self, ids: Sequence[str], job: Job) -> str | None:
+        """Return the newest message whose stored end lies within what a prompt went on from; the store has
+        compared tokens.
+        """
+        if not (ids and job.n_cached and self._connector is not None) or job.pictures:
+            return None
+        store, tenant = self._connector.store, self._tenant
+        tokens = job.prompt[: job.n_cached]
+        match = store.find(Identity.of(self.engine.llm, tenant=tenant), tokens, remote=False)
+        ends = {link.entry: link.end for link in match.links} if match is not None else {}
+        for message_id in reversed(ids):
+            infos = store.messages.entries(tenant, message_id)
+            if any(info.n_tokens <= ends.get(info.entry, -1) for info in infos):
+                return message_id
+        return None
+
+    def note_dropped(self, job: Job) -> None:
+        """Warn when more tokens of a chat have left the context than before."""
+        before, self._n_dropped = min(self._n_dropped, job.n_dropped), job.n_dropped
+        if job.gap is not None and job.n_dropped > before:
+            log.warning(
+                "the context of %d tokens is full: tokens %d to %d of the chat are dropped",
+                self.engine.n_ctx,
+                job.gap.begin + before,
+                job.gap.begin + job.n_dropped - 1,
+            )
+
+    # --- the end ---
+
     def close(self) -> None:
-        """Wait until all KV is stored. The `Llama` stays open."""
+        """Wait until all KV is stored, and close the store. The `Llama` stays open."""
         self.engine.close()
 
     def __enter__(self) -> PromptCache:
@@ -164,6 +355,115 @@ class PromptCache:
         self.close()
 
 
+class ChatStream:
+    """Chunks of an answer in OpenAI's form, and the `result` after the last of them."""
+
+    def __init__(
+        self, cache: PromptCache, answer: Answer, message_id: str, ids: list[str], called: float
+    ) -> None:
+        self.message_id = message_id
+        self.result: Generation | None = None
+        self._cache, self._answer, self._ids, self._called = cache, answer, ids, called
+        self._head = {
+            "id": f"chatcmpl-{message_id}",
+            "object": "chat.completion.chunk",
+            "created": int(time.time()),
+        }
+        self._head["model"] = cache.engine.llm.model_path
+        self._chunks = self._run()
+
+    @property
+    def evaluated(self) -> tuple[int, int]:
+        """The number of tokens of the prompt that have rows, and of all of them. Any thread may ask."""
+        job = self._answer.job
+        return min(job.n_rows, job.n_prompt), job.n_prompt
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        return next(self._chunks)
+
+    def __enter__(self) -> ChatStream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop here. What was computed is kept."""
+        self._chunks.close()
+        if self.result is None:  # not begun
+            self._end(ReadAnswer(), "", ended=False)
+
+    def _run(self) -> Generator[dict[str, Any], None, None]:
+        said, reason, ended, first = ReadAnswer(), "", False, True
+        try:
+            for part in self._answer.parts():
+                _add(said, part)
+                if first:
+                    yield self._chunk({"role": "assistant", "message_id": self.message_id})
+                first = False
+                yield self._chunk(_delta(part))
+            said, reason, ended = self._answer.message, self._answer.finish_reason, True
+            if first:
+                yield self._chunk({"role": "assistant", "message_id": self.message_id})
+            yield self._chunk({}, reason)
+        except CancelledError:
+            raise StoppedError("the answer was stopped") from None
+        finally:
+            self._end(said, reason, ended)
+
+    def _chunk(self, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        return {
+            **self._head,
+            "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}],
+        }
+
+    def _end(self, said: ReadAnswer, reason: str, ended: bool) -> None:
+        cache, job = self._cache, self._answer.job
+        if not ended:
+            self._answer.cancel()
+            cache.engine.stop(job)
+        cache.note_dropped(job)
+        self.result = _generation(
+            job,
+            said.content,
+            reason,
+            self._called,
+            message={**_message(said), "message_id": self.message_id},
+            matched=cache.matched(self._ids, job),
+            logprobs=self._answer.result().logprobs if ended else (),
+        )
+
+
+def _add(said: ReadAnswer, part: Part) -> None:
+    """Add a part to what was said so far; calls that have not ended are nobody's to run."""
+    said.content += part.content
+    said.reasoning += part.reasoning
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    if part.index >= 0:
+        function = {"name": part.name or None, "arguments": part.arguments}
+        return {
+            "tool_calls": [{"index": part.index, "id": part.id, "type": "function", "function": function}]
+        }
+    return {"content": part.content} if part.content else {"reasoning_content": part.reasoning}
+
+
+def _message(said: ReadAnswer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": said.content}
+    if said.reasoning:
+        message["reasoning_content"] = said.reasoning
+    if said.complete_calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in said.complete_calls
+        ]
+    return message
+
+
 def _documents(prompt: str | Sequence[int] | list[str]) -> list[str] | None:
     if isinstance(prompt, str):
         return None
@@ -171,18 +471,34 @@ def _documents(prompt: str | Sequence[int] | list[str]) -> list[str] | None:
     return texts or None
 
 
-def _generation(answer: Answer, called: float) -> Generation:
-    done, job = answer.result(), answer.job
+def _generation(
+    job: Job,
+    text: str,
+    reason: str,
+    called: float,
+    *,
+    message: dict[str, Any] | None = None,
+    matched: str | None = None,
+    logprobs: tuple[TokenLogprob, ...] = (),
+) -> Generation:
     end = job.t_end or time.perf_counter()
     return Generation(
-        text=done.text,
+        text=text,
+        message=message or {"role": "assistant", "content": text},
         tokens=tuple(job.tokens[job.n_prompt :]),
-        finish_reason=done.reason,
+        finish_reason=reason,
         ttft_ms=1000 * ((job.t_first or end) - called),
         total_ms=1000 * (end - called),
         prompt_tokens=job.n_given,
+        cached=job.n_cached or 0,
         evaluated=job.n_evaluated,
+        completion_tokens=job.n_answer,
+        dropped=job.n_dropped,
+        stored=job.n_stored,
         tier=job.cached_tier,
-        exact=job.exact,
+        exact=job.exact and not job.n_dropped,
         approximate=job.n_approximate,
+        matched_message_id=matched,
+        logprobs=logprobs,
+        reason=job.store_problem,
     )

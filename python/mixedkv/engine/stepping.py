@@ -67,6 +67,7 @@ class Stepper:
 
     Args:
         width: size of the vectors that the model takes in place of tokens; 0 for a model that takes tokens.
+        n_ctx: tokens that an answer and its prompt may have.
         tokenizer, detokenizer: None for a model without vocabulary.
 
     Attributes:
@@ -87,11 +88,12 @@ class Stepper:
         tokenizer: Tokenizer | None,
         detokenizer: Detokenizer | None,
         width: int,
+        n_ctx: int,
     ) -> None:
         self._llm, self._scheduler, self._outbox, self._observer = llm, scheduler, outbox, observer
         self._speculation, self._connector = speculation, connector
         self._tokenizer, self._detokenizer = tokenizer, detokenizer
-        self._n_ctx, self._width = int(llm.n_ctx()), width
+        self._n_ctx, self._width = n_ctx, width
         self._loader = Loader(llm, scheduler, observer)
         self._batch = Batch(llm.n_batch, width)
         self.n_steps = 0
@@ -131,7 +133,7 @@ class Stepper:
         if not (step.runs or step.stitches or step.pictures):
             return
         if code != 0:
-            self._abandon(self._scheduler.running, self._llm.decode_error(code))
+            self._undo(code)
             return
         self._set_spoiled(step)
         if self._width:
@@ -162,6 +164,10 @@ class Stepper:
         if not step.runs:
             return step, 0
         return step, self._batch.decode(self._llm.ctx, self._llm.kv, wanted(step))
+
+    def _undo(self, code: int) -> None:
+        """End the answers of a step that llama_decode did not evaluate, with the error for its code."""
+        self._abandon(self._scheduler.running, self._llm.decode_error(code))
 
     def _set_spoiled(self, step: StepPlan[Job]) -> None:
         """Take the rows of jobs for which a step gave values that are no numbers. One that was alone ends

@@ -6,7 +6,10 @@ import inspect
 from functools import lru_cache
 from typing import Any
 
+import llama_cpp
 from llama_cpp import llama_chat_format
+
+_FALLBACK = "llama-2"  # what llama_cpp takes for a file without a template
 
 
 @lru_cache(maxsize=1)
@@ -31,6 +34,14 @@ def format_name(given: str) -> str:
 def find_format(given: str) -> Any:
     """Return one of the formats, None if no one has this name."""
     return _formats().get(format_name(given))
+
+
+def chosen_format(llm: llama_cpp.Llama) -> str:
+    """Return the chat format that a `Llama` was given; "" for its file's template."""
+    name, metadata = llm.chat_format or "", llm.metadata
+    has_template = "tokenizer.chat_template" in metadata
+    guessed = llama_chat_format.guess_chat_format_from_gguf_metadata(metadata) if has_template else _FALLBACK
+    return "" if name == guessed else format_name(name)
 
 
 def chat_formatter(given: str) -> Any:

@@ -224,10 +224,21 @@ class KVStore:
             begin: blocks that end before this position are left out.
         """
         try:
+            return self.read_stored(match, begin)
+        except EntryError:
+            return None
+
+    def read_stored(self, match: Match, begin: int = 0) -> tuple[list[KVBlock], Tier]:
+        """Read as `read_from` does.
+
+        Raises:
+            EntryError: an entry is damaged, has gone, or cannot be read; it is counted as a miss.
+        """
+        try:
             blocks, tier = self._entries.read(match, begin)
         except EntryError as error:
             self._tally.miss(error.reason)
-            return None
+            raise
         self._tally.hit(tier, match.n_tokens - begin)
         return blocks, tier
 

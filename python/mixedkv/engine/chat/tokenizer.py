@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
+from functools import cached_property
 from typing import Any, cast
 
 import llama_cpp
@@ -71,13 +72,20 @@ class Tokenizer(TextTokenizer):
         self._is_control[[token for token, _, attributes in llm.special_tokens if attributes & _CONTROL]] = (
             True
         )
-        self._constraints = ConstraintCompiler(self._vocab)
         self._fim = (
             llama_cpp.llama_vocab_fim_pre(self._vocab),
             llama_cpp.llama_vocab_fim_suf(self._vocab),
             llama_cpp.llama_vocab_fim_mid(self._vocab),
         )
         self._fim_file = llama_cpp.llama_vocab_fim_sep(self._vocab)
+
+    @cached_property
+    def _constraints(self) -> ConstraintCompiler:
+        return ConstraintCompiler(self._vocab)
+
+    def prepare_constraints(self) -> None:
+        """Read the vocabulary for constraints now, which takes up to a second, and not with the first one."""
+        _ = self._constraints
 
     def boundaries(self, tokens: Tokens) -> Places:
         """Return where messages of a chat begin and end: at the control tokens of its template."""
@@ -349,7 +357,7 @@ class Tokenizer(TextTokenizer):
 
     def shown(self, names: Sequence[str]) -> tuple[int, ...]:
         """Return the control tokens by their names, without those that end an answer."""
-        return self._constraints.shown(names)
+        return self._constraints.shown(names) if names else ()
 
     def matcher(self, constraint: Constraint) -> Matcher:
         """Return the matcher of a constraint for this model.

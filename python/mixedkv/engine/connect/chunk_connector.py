@@ -55,7 +55,8 @@ class ChunkConnector(StoreConnector):
         """Begin the threads that fetch, offload and check KV; the engine calls it once."""
         self._passages = Passages(engine.llm, self.store, **self._options)
         super().attach(engine)
-        self._checker.start()
+        if engine.threaded:
+            self._checker.start()
 
     def check(self, choice: ChunkChoice) -> None:
         """Check that this cache can reuse chunks in the way that a request asks for.

@@ -20,6 +20,7 @@ class ConnectedEngine(Protocol):
     llm: Llama
     pool: SequencePool
     observer: Observer
+    threaded: bool
 
     @property
     def idle(self) -> bool: ...

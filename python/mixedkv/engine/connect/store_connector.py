@@ -2,7 +2,8 @@
 ones.
 
 Rows leave and enter the context on the engine's thread, a bounded part per step. Two threads here hash,
-encrypt, and read and write files.
+encrypt, and read and write files. For an engine without a thread all is done on the caller's: a prompt is
+stored when the first token of its answer is out, so that saving does not delay it, and the rest at the end.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from mixedkv.kv.fetched import Fetched
 from mixedkv.limits import CELLS
 from mixedkv.start.sequences import Sequence
 from mixedkv.store import Identity, KVStore
-from mixedkv.store.results import Match
+from mixedkv.store.entry_row import EntryError
+from mixedkv.store.results import Match, Saved
 from mixedkv.store.tiers.disk import is_full
 from mixedkv.tokens import Tokens
 
@@ -53,14 +55,16 @@ class StoredRows:
         if not engine.pool.rule.only_approximate:  # a slice can only be found where there is a checkpoint
             self._slice = stats.n_ctx
 
-    def put(self, store: KVStore, identity: Identity, rows: SequenceRows, session: str | None = None) -> int:
-        """Store what is not stored yet. Return how many of the tokens are in the store now."""
+    def put(
+        self, store: KVStore, identity: Identity, rows: SequenceRows, session: str | None = None
+    ) -> Saved:
+        """Store what is not stored yet; `n_tokens` of the result are in the store now."""
         saved = store.keep(
             identity, rows.tokens, partial(self._export, rows), session=session, most=self._slice
         )
         if saved.n_stored:
             self._engine.observer.stored(saved.n_stored)
-        return saved.n_tokens
+        return saved
 
     def cut(self, blocks: list[KVBlock]) -> list[KVBlock]:
         """Cut blocks to a size that can be loaded between two steps."""
@@ -97,8 +101,9 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class _Finished:
-    """A finished job and its rows in the context, to be stored."""
+    """Rows in the context of a job, to be stored."""
 
+    job: Job
     rows: SequenceRows
     tenant: str
     session: str | None
@@ -149,6 +154,8 @@ class StoreConnector:
         self._engine = engine
         self._rows = StoredRows(engine)
         self._identity("")  # fail now if the model's file cannot be read
+        if not engine.threaded:
+            return
         self._begin("mixedkv-offload", self._finished, self._put, self._stored)
         self._begin("mixedkv-fetch", self._wanted, self._fetch, lambda wanted: engine.ready(wanted.job))
 
@@ -166,30 +173,41 @@ class StoreConnector:
     # --- the engine's hooks ---
 
     def evaluated(self, job: Job, index: int) -> None:
-        """Do nothing: rows are stored when the job is done."""
+        """Without a thread, store the prompt before the next step; others are stored when the job is done."""
+        if not self._engine.threaded and job.request.store and job.request.sampling is not None:
+            self._offload(job, ended=False)
 
     def flush(self) -> None:
         """Wait until the rows of all finished jobs are stored."""
-        while self._n_unstored and all(thread.is_alive() for thread in self._threads):
+        while self._n_unstored and self._threads and all(thread.is_alive() for thread in self._threads):
             time.sleep(0.01)
 
     def offload(self, job: Job) -> None:
-        """Hand a finished job's rows to the thread that stores them."""
+        """Hand a finished job's rows to the thread that stores them; without one, store them at once."""
+        self._offload(job, ended=True)
+
+    def _offload(self, job: Job, ended: bool) -> None:
         seq = job.seq
         if seq is not None and len(seq.tokens) >= job.least and self._engine.pool.is_exact(seq):
             tokens = np.array(seq.tokens, np.int32)
             self._n_unstored += 1
             rows = SequenceRows(seq, seq.version, tokens)
-            self._finished.put(
-                _Finished(rows, job.tenant, job.request.session, _message_ends(job, len(tokens)))
-            )
+            ends = _message_ends(job, len(tokens), ended)
+            finished = _Finished(job, rows, job.tenant, job.request.session, ends)
+            if self._engine.threaded:
+                self._finished.put(finished)
+            else:
+                self._engine.call(partial(self._do, finished, self._put, self._stored))
 
     def fetch(self, job: Job) -> bool:
         """Have the KV of a job's prompt looked for; return False if the prompt is too short."""
         if job.n_prompt <= job.least:
             return False
-        self._wanted.put(Wanted(job))
-        return True
+        if self._engine.threaded:
+            self._wanted.put(Wanted(job))
+        else:
+            self._do(Wanted(job), self._fetch)
+        return self._engine.threaded
 
     def read(self, job: Job, n: int) -> bool:
         """Have the KV that was found for a job read, if that is worth it when the context has `n` tokens
@@ -198,6 +216,9 @@ class StoreConnector:
         offer, job.offer = job.offer, None
         assert isinstance(offer, Offer)
         if not self._is_wanted(job, offer, n):
+            return False
+        if not self._engine.threaded:
+            self._do(Wanted(job, offer, n), self._fetch)
             return False
         with self._asking:  # nothing is fetched any more once closing has begun
             if not self._closed:
@@ -239,16 +260,21 @@ class StoreConnector:
         self, items: queue.SimpleQueue[_T | None], work: Callable[[_T], None], after: Callable[[_T], None]
     ) -> None:
         while (item := items.get()) is not None:
-            try:
-                work(item)
-            except ClosedError:
-                pass
-            except Exception as error:  # a failure to store never fails a request
-                if not is_full(error):  # the store has logged it already
-                    log.warning("the store: %s: %s", type(error).__name__, error)
-                self._engine.observer.store_failed(type(error).__name__)
-            finally:
-                after(item)
+            self._do(item, work, after)
+
+    def _do(self, item: _T, work: Callable[[_T], None], after: Callable[[_T], None] = lambda _: None) -> None:
+        try:
+            work(item)
+        except ClosedError:
+            pass
+        except Exception as error:  # a failure to store never fails a request
+            if not is_full(error):  # the store has logged it already
+                log.warning("the store: %s: %s", type(error).__name__, error)
+            if isinstance(item, _Finished | Wanted):
+                item.job.store_problem = str(error)
+            self._engine.observer.store_failed(type(error).__name__)
+        finally:
+            after(item)
 
     def _stored(self, _: _Finished) -> None:
         """Count down on the engine's thread, which also counts up."""
@@ -288,26 +314,30 @@ class StoreConnector:
         match = offer.match
         if match is None or not offer.has_more(n, job.least):
             return
-        found = self.store.read_from(match)
-        if found is None:
+        try:
+            blocks, tier = self.store.read_stored(match)
+        except EntryError as error:
+            job.store_problem = str(error)
             self._engine.observer.restore_failed("read")
             return
-        blocks, tier = found
         doubt = self.store.recheck.doubt(match, self._engine.llm)
         job.fetched = Fetched(self._rows.cut(blocks), tier, match.exact, doubt)
 
     def _put(self, finished: _Finished) -> None:
         identity = self._identity(finished.tenant)
-        n = self._rows.put(self.store, identity, finished.rows, finished.session)
+        saved = self._rows.put(self.store, identity, finished.rows, finished.session)
+        finished.job.n_stored += saved.n_stored
+        finished.job.store_problem = saved.reason or finished.job.store_problem
         if finished.message_ends:
-            match = self.store.find(identity, finished.rows.tokens[:n], remote=False)
+            tokens = finished.rows.tokens[: saved.n_tokens]
+            match = self.store.find(identity, tokens, remote=False)
             if match is not None:
                 self.store.messages.note(match, finished.message_ends)
 
 
-def _message_ends(job: Job, n: int) -> list[tuple[str, int]]:
+def _message_ends(job: Job, n: int, ended: bool) -> list[tuple[str, int]]:
     """Return the ids of messages in a job's `n` tokens, and where each ends; those of the prompt only while
     all of it is there.
     """
     given = [] if job.n_dropped else [each for each in job.request.message_ends if each[1] <= n]
-    return [*given, (job.message_id, n)] if job.message_id else given
+    return [*given, (job.message_id, n)] if job.message_id and ended else given

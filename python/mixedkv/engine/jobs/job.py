@@ -252,6 +252,7 @@ class Job(Progress):
 
     Attributes:
         message_id: id under which the stored KV of the answer is found; "" for none.
+        n_stored, store_problem: tokens that were newly stored, and why others were not, or not read.
     """
 
     def __init__(
@@ -261,7 +262,8 @@ class Job(Progress):
         deliver: Callable[[Event], None] = lambda event: None,
     ) -> None:
         super().__init__(request)
-        self.message_id = ""
+        self.message_id = self.store_problem = ""
+        self.n_stored = 0
         self.deliver = deliver
         self.answer_by(answer or AnswerState(request))
 

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from mixedkv.doors.settings import in_words
 from mixedkv.engine.chat.chat_template import RenderedChat, ToolChoice
+from mixedkv.engine.chat.message_ends import message_ends
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.text.answer_reader import ReadAnswer
-from mixedkv.engine.text.detokenizer import Detokenizer
 from mixedkv.ids import new_id
 from mixedkv.server.api.generation import constraint_of, context_tokens, make_jobs, slides
 from mixedkv.server.api.rendering import chat_of, choice_of, render
-from mixedkv.server.api.schemas import ChatFields, ChatRequest, Message
+from mixedkv.server.api.schemas import ChatFields, ChatRequest
 from mixedkv.server.api_error import bad_request
 from mixedkv.server.fields import place
 from mixedkv.server.state import ServerState
@@ -56,7 +55,8 @@ def chat_jobs(
     tokens, rendered = render(server, chat, start=not prefix, long=long)
     ends: list[tuple[str, int]] = []
     if not chat.images:
-        ends = message_ends(body.messages, rendered.text, tokens, server.engine.detokenizer)
+        named = [(message.message_id or "", message.text) for message in body.messages]
+        ends = message_ends(named, rendered.text, tokens, server.engine.detokenizer)
     jobs = make_jobs(
         server,
         body,
@@ -124,55 +124,3 @@ def _schema(body: ChatRequest) -> Constraint | None:
     schema = wanted.json_schema.schema_ if wanted.json_schema is not None else wanted.schema_
     text = json.dumps({"type": "object"} if schema is None else schema)
     return Constraint("json_schema", text, "response_format")
-
-
-_MOST_SEARCHED = 16  # times the text, as each message that the template changes is looked for in all of it
-
-
-def message_ends(
-    messages: Sequence[Message], text: str, tokens: Sequence[int], detokenizer: Detokenizer
-) -> list[tuple[str, int]]:
-    """Return the ids of messages, and how many tokens the prompt has up to the end of each message's text.
-
-    Messages whose text the template changes are left out.
-
-    Args:
-        messages: the last messages of the chat.
-        text: the prompt.
-        tokens: the prompt's; others may come before them.
-    """
-    if not any(message.message_id for message in messages):
-        return []
-    ends = []
-    until = counted = len(text)
-    n_behind, left = 0, _MOST_SEARCHED * len(text)  # bytes; characters that may be searched
-    for message in reversed(messages):  # the newest message is certainly in the text
-        content = message.text.strip()
-        at = text.rfind(content, 0, until) if content and left > 0 else -1
-        left -= until - max(at, 0)
-        if at < 0:
-            continue
-        if message.message_id:
-            end = at + len(content)
-            n_behind, counted = n_behind + len(text[end:counted].encode()), end
-            ends.append((message.message_id, n_behind))
-        until = at
-    return _tokens_up_to(ends, tokens, detokenizer)
-
-
-def _tokens_up_to(
-    ends: list[tuple[str, int]], tokens: Sequence[int], detokenizer: Detokenizer
-) -> list[tuple[str, int]]:
-    """Return the tokens up to the end of each message, given the bytes after it, ascending."""
-    behind = accumulate(len(detokenizer.name(token)) for token in reversed(tokens))
-    found = []
-    n, n_bytes = len(tokens), 0
-    for message_id, wanted in ends:
-        while n_bytes < wanted and n > 0:
-            n_bytes = next(behind)
-            n -= 1
-        if n_bytes > wanted:  # the message's last token continues after its end
-            found.append((message_id, n + 1))
-        else:
-            found.append((message_id, n))
-    return found[::-1]
