@@ -27,6 +27,10 @@ class ContextLengthError(ValueError):
         self.n_tokens, self.most = n_tokens, most
 
 
+class DeadEndError(ValueError):
+    """No token can continue the answer under its constraint, or finding one exceeds the limits."""
+
+
 class ContextBusyError(RuntimeError):
     """Another thread, another answer or an engine is using the context; nothing was done."""
 

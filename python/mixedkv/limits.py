@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import operator
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 INT32_MAX = 2**31 - 1  # positions, tokens and counts are int32
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
@@ -42,6 +42,20 @@ RANGES: dict[str, tuple[float, float]] = {  # of settings of sampling: in Python
     "seed": (0, 2**32 - 1),
 }
 WHOLE = {"top_k", "dry_allowed_length", "dry_penalty_last_n", "mirostat", "repeat_last_n", "seed"}  # of these
+SAMPLERS = {  # llama.cpp's names, in its order, and its letters for them
+    "penalties": "e",
+    "dry": "d",
+    "top_n_sigma": "s",
+    "top_k": "k",
+    "typ_p": "y",
+    "top_p": "p",
+    "min_p": "m",
+    "xtc": "x",
+    "temperature": "t",
+    "infill": "i",
+    "adaptive_p": "a",
+}
+SpeculationMode = Literal["off", "prompt-lookup", "draft-model", "mtp"]  # how an answer is drafted
 
 
 def whole(name: str, value: object, low: int = -INT32_MAX, high: int = INT32_MAX) -> int:

@@ -1,6 +1,6 @@
 """The modules of both packages: no public class name that means two things, and llama_cpp's private parts in
 one place. Modules may have the same name in two folders, as long as their classes differ. No import of a
-module that was moved away.
+module that was moved away. Of the engine only what it exports, and that is little.
 
 Layers and circles are import-linter's business; see pyproject.toml.
 """
@@ -31,6 +31,9 @@ OWN = ("self", "cls")  # an attribute of one's own may have such a name
 OURS = ("mixedkv", "mixedkv_bench")
 TESTS = Path("tests")
 ROOTS = ("python/mixedkv", "python/mixedkv_bench")
+ENGINE = Path("python/mixedkv/engine/__init__.py")
+MOST_EXPORTS = 25
+BUILT_OF_ITS_PARTS = ("mixedkv/engine/", "mixedkv/split/")  # split inference has jobs of its own
 
 
 def check(roots: list[Path]) -> list[str]:
@@ -47,6 +50,15 @@ def check(roots: list[Path]) -> list[str]:
         problems += [
             f"{path.as_posix()}:{line} imports {what}, which is no module" for line, what in gone(path)
         ]
+    exports = exported(ENGINE.read_text(encoding="utf-8"))
+    if len(exports) > MOST_EXPORTS:
+        problems.append(
+            f"{ENGINE} exports {len(exports)} names, more than {MOST_EXPORTS}: its users need fewer"
+        )
+    for path in sorted(path for root in roots for path in root.rglob("*.py")):
+        if not any(folder in path.as_posix() for folder in BUILT_OF_ITS_PARTS):
+            text = path.read_text(encoding="utf-8")
+            problems += [f"{path.as_posix()}:{line} {what}" for line, what in beyond(text, exports)]
     twice = [(each, names) for each, names in classes.items() if len(names) > 1]
     return problems + [
         f"class {each} means several things, give all but one another name: {', '.join(names)}"
@@ -62,6 +74,33 @@ def gone(path: Path) -> list[tuple[int, str]]:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in OURS
     ]
     return [(line, name) for line, name in named if not is_module(Path("python", *name.split(".")))]
+
+
+def exported(text: str) -> list[str]:
+    """The names in `__all__` of a package."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign) and [ast.unparse(each) for each in node.targets] == ["__all__"]:
+            names: list[str] = ast.literal_eval(node.value)
+            return names
+    return []
+
+
+def beyond(text: str, exports: list[str]) -> list[tuple[int, str]]:
+    """Imports of what the engine does not export."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module == "mixedkv.engine":
+            names = [each.name for each in node.names if each.name not in exports]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module] if (node.module or "").startswith("mixedkv.engine.") else []
+        elif isinstance(node, ast.Import):
+            names = [each.name for each in node.names if each.name.startswith("mixedkv.engine.")]
+        else:
+            continue
+        found += [
+            (node.lineno, f"takes {name}: use what mixedkv.engine exports, or export it") for name in names
+        ]
+    return found
 
 
 def is_module(path: Path) -> bool:
@@ -88,5 +127,5 @@ def private(text: str) -> list[tuple[int, str]]:
 
 if __name__ == "__main__":
     problems = check([Path(root) for root in ROOTS])
-    print("\n".join(problems) or "python: no class name twice, nothing private outside its place")
+    print("\n".join(problems) or "python: no class name twice, nothing private or inner outside its place")
     sys.exit(bool(problems))

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mixedkv.chat import ChatResult, ChatUsage
-from mixedkv.engine import Answer, Chat, Engine
-from mixedkv.engine.chat.tokenizer import Tokenizer
-from mixedkv.engine.connect.store_connector import StoreConnector
+from mixedkv.engine import Answer, Chat, Engine, StoreConnector, Tokenizer
 from mixedkv.errors import StoppedError
 from mixedkv.images.picture import MARK, PromptImage
 from mixedkv.images.projector import Projector

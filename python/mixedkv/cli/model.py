@@ -25,13 +25,13 @@ from mixedkv.cli.words import (
     whole,
 )
 from mixedkv.config.mixed import HELP as KV_HELP
-from mixedkv.engine.sample.sampling import sampling_defaults
 from mixedkv.limits import RANGES
 from mixedkv.llama import Llama
 from mixedkv.model.encoder import encoder_beside, encoder_bytes
 from mixedkv.model.fit import Beside
 from mixedkv.model.gguf_file import default_n_ctx, read_model_file
 from mixedkv.model.named_model import is_of_hub
+from mixedkv.model.sampling_defaults import sampling_defaults
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.chat_formats import chat_formatter, format_name
 from mixedkv.prompts.content_marks import CONTENT_TOKENS

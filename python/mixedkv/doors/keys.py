@@ -10,9 +10,9 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from mixedkv.engine.work.turns import TenantLimits
 from mixedkv.sessions.metadata import Quota
 from mixedkv.store import Share
+from mixedkv.work.turns import TenantLimits
 
 _TENANT = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # the store refuses ".."
 _KEY = re.compile(r"[\x21-\x7e]{16,512}")

@@ -9,8 +9,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from mixedkv.engine.schedule.contract import Observer
-from mixedkv.engine.schedule.progress import Progress
+from mixedkv.engine import Observer, Progress
 from mixedkv.errors import NotFiniteError
 
 _FIRST = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 30, 60, 120)

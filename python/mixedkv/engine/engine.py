@@ -37,12 +37,12 @@ from mixedkv.engine.prepare import check_alone, check_model, fit, lend, prepare
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.contract import Observer, StepPlan
 from mixedkv.engine.schedule.pacing import SLOWDOWN, Pace
-from mixedkv.engine.schedule.request import Request, SpeculationMode
+from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.engine.stepping import NotFiniteCount, Stepper
 from mixedkv.engine.text.detokenizer import Detokenizer, stop_strings
-from mixedkv.engine.work.turns import Limits, unlimited
 from mixedkv.errors import ClosedError, ContextBusyError, ContextLengthError
+from mixedkv.limits import SpeculationMode
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.prompts.overflow import Overflow
@@ -50,6 +50,7 @@ from mixedkv.start.checkpoints import CheckpointLimits
 from mixedkv.start.sequences import MIN_SHARED, Reuse, SequencePool
 from mixedkv.start.sequences import Sequence as PoolSequence
 from mixedkv.tokens import Tokens
+from mixedkv.work.turns import Limits, unlimited
 
 log = logging.getLogger("mixedkv.engine")
 
@@ -86,7 +87,7 @@ class Engine:
         speculation: mode for requests that name none: "prompt-lookup", "draft-model", "mtp" or "off".
         draft_model: model that drafts answers, used by the engine alone; with the same vocabulary and
             `parallel` sequences.
-        turns: lock that engines on the same cores share, so that they step by turns.
+        turns: those of another engine on the same cores (`engine.turns`), so that they step alternately.
         threaded: step on a thread of the engine's own. Otherwise it steps on the threads that wait for its
             answers, one at a time in sequence 0 of any `Llama`, which others may use between two steps: see
             `CallersTurn`.
@@ -136,7 +137,7 @@ class Engine:
             n_windows=llm.n_windows,
         )
         self.speculation = Speculation(llm, speculation, self.observer, draft_model, parallel)
-        self._turns = turns or Turns()
+        self.turns = turns or Turns()
         # a caller's step is a micro-batch, which Ctrl-C keeps
         n_batch = llm.n_batch if threaded else min(llm.n_batch, llama_cpp.llama_n_ubatch(llm.ctx))
         self._scheduler: Scheduler[Job] = Scheduler(
@@ -301,7 +302,7 @@ class Engine:
             sampling=Sampling(**sampling),
             tenant=tenant,
             session=session,
-            message_ends=message_ends(named, chat.text, tokens, self.detokenizer),
+            message_ends=self.message_ends(named, chat.text, tokens),
             stop=[*stop_strings(stop), *chat.stops],
             stream=True,
             n_logprobs=n_logprobs,
@@ -321,6 +322,17 @@ class Engine:
     def _chat_fields(self, prompt: Chat, chat: RenderedChat, n: int) -> dict[str, Any]:
         pictures = [picture for image in prompt.images for picture in image.pictures]
         return {**self.tokenizer.answer_fields(chat, n), "pictures": pictures}
+
+    def message_ends(
+        self, messages: Sequence[tuple[str, str]], text: str, tokens: Sequence[int]
+    ) -> list[tuple[str, int]]:
+        """Return where the messages of a chat end in the tokens of its prompt, as `Request` takes it.
+
+        Args:
+            messages: ids and texts of the last messages of the chat; "" for one without an id.
+            text, tokens: the prompt; other tokens may come before them.
+        """
+        return message_ends(messages, text, tokens, self.detokenizer)
 
     def prepare(self, requests: Sequence[Request], n: int = 1) -> list[Job]:
         """Return `n` jobs for each request, for `submit_jobs`. Each answer has a seed of its own.
@@ -558,14 +570,14 @@ class Engine:
             # jobs that wait can only be helped by a call: look again soon
             self._inbox.wait(0.01 if scheduler.waiting else None)
         use = self.llm.busy.waiting if turn is None else turn
-        with self._turns, use():
+        with self.turns, use():
             # one call a step while answers run, as all streams wait for it
             while self._inbox.answer_call() and not scheduler.running:
                 pass
             self._step([job for job in self._inbox.take() if not self._reads(job)])
         self._outbox.flush()
         if scheduler.to_save:
-            with self._turns, use():
+            with self.turns, use():
                 scheduler.save()
 
     def _step(self, jobs: Sequence[Job]) -> None:

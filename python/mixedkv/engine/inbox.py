@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from mixedkv.engine.jobs.job import Event, Job
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.scheduler import Scheduler
-from mixedkv.engine.work.turns import Limits
 from mixedkv.errors import ClosedError, QueueFullError
 from mixedkv.limits import whole
+from mixedkv.work.turns import Limits
 
 _T = TypeVar("_T")
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from starlette.responses import Response
 
-from mixedkv.engine.constrain.constraint import DeadEndError
 from mixedkv.errors import (
     ClosedError,
     ContextLengthError,
+    DeadEndError,
     EngineError,
     ModelChangedError,
     NotFiniteError,

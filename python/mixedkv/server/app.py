@@ -21,8 +21,6 @@ from mixedkv import __version__
 from mixedkv.config.mixed import did_you_mean
 from mixedkv.doors.keys import Keys
 from mixedkv.doors.settings import in_words
-from mixedkv.engine.work.fair_pool import FairPool
-from mixedkv.engine.work.turns import unlimited
 from mixedkv.server.api import (
     chat_completions,
     completions,
@@ -45,6 +43,8 @@ from mixedkv.server.pending import Disconnected
 from mixedkv.server.settings import ServerSettings
 from mixedkv.server.snapshot import metrics_text
 from mixedkv.server.state import ServerState, check_generates
+from mixedkv.work.fair_pool import FairPool
+from mixedkv.work.turns import unlimited
 
 log = logging.getLogger("mixedkv.server")
 

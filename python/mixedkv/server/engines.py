@@ -21,19 +21,13 @@ from typing import Any, Literal, cast
 import llama_cpp
 
 from mixedkv.config import KVSetting, MixedKVConfig, parse_kv
-from mixedkv.engine.chat import tokenizer
-from mixedkv.engine.connect.chunk_connector import ChunkConnector
-from mixedkv.engine.connect.store_connector import StoreConnector
-from mixedkv.engine.embed.embedder import Embedder
-from mixedkv.engine.embed.embedding_context import EmbeddingContext, embedding_bytes, only_embeds
-from mixedkv.engine.engine import Engine
-from mixedkv.engine.inbox import Turns
-from mixedkv.engine.schedule.request import SpeculationMode
+from mixedkv.engine import ChunkConnector, Embedder, Engine, StoreConnector, Tokenizer
 from mixedkv.errors import ClosedError, ModelChangedError
 from mixedkv.images.projector import Projector
 from mixedkv.kv.stats import format_saving
-from mixedkv.limits import CELLS
+from mixedkv.limits import CELLS, SpeculationMode
 from mixedkv.llama import Llama
+from mixedkv.model.embedding_model import only_embeds
 from mixedkv.model.encoder import encoder_bytes
 from mixedkv.model.fingerprint import model_parts
 from mixedkv.model.fit import Beside
@@ -156,10 +150,9 @@ def open_engines(
     """Load a model and its adapters, which share its weights. Closing the stack stores what is still to be
     stored and frees them.
     """
-    turns = Turns()
     beside = _beside(states[0].settings, models, file)
     for state, model in zip(states, models, strict=True):
-        _open(state, model, file, states[0] if model.parent else None, turns, stack, beside)
+        _open(state, model, file, states[0] if model.parent else None, stack, beside)
         _tell(state)
 
 
@@ -168,7 +161,6 @@ def _open(
     model: ServedModel,
     file: ModelFile,
     parent: ServerState | None,
-    turns: Turns,
     stack: ExitStack,
     beside: Beside,
 ) -> None:
@@ -194,12 +186,12 @@ def _open(
             connector=state.connector,
             observer=state.metrics,
             deliver=state.delivery,
-            tokenizer=tokenizer.Tokenizer(llm, *chat_format(settings.chat_format)),
+            tokenizer=Tokenizer(llm, *chat_format(settings.chat_format)),
             limits=state.keys.limits,
             checkpoints=CheckpointLimits(max_bytes=_checkpoint_bytes(llm)),
             speculation=speculation_of(settings, drafts=draft_model is not None or mtp),
             draft_model=draft_model,
-            turns=turns,
+            turns=parent.engine.turns if parent is not None else None,
         )
     )
     watch.begin(partial(_stop_reading, engine))
@@ -272,11 +264,14 @@ def _open_embedder(state: ServerState, engine: Engine, file: ModelFile) -> Embed
     settings = state.settings
     if not settings.embeddings and not only_embeds(file):
         return None
-    context = EmbeddingContext(
-        engine.llm, file, n_ctx=settings.embedding_n_ctx, n_batch=settings.n_batch or 512
+    return Embedder.open(
+        engine,
+        file,
+        n_ctx=settings.embedding_n_ctx,
+        n_batch=settings.n_batch or 512,
+        max_requests=settings.max_queue + settings.parallel,
+        limits=state.keys.limits,
     )
-    max_requests = settings.max_queue + settings.parallel
-    return Embedder(engine, context, max_requests=max_requests, limits=state.keys.limits)
 
 
 def _connector(settings: ServerSettings, store: KVStore | None) -> StoreConnector | None:
@@ -312,7 +307,7 @@ def load_model(
         weights = None
     memory: int | str | None = settings.memory or None
     if (settings.stream_layers or memory) and (settings.embeddings or not generates):
-        needed = embedding_bytes(file, n_ctx=settings.embedding_n_ctx, n_batch=settings.n_batch or 512)
+        needed = Embedder.context_bytes(file, n_ctx=settings.embedding_n_ctx, n_batch=settings.n_batch or 512)
         memory = memory_beside(memory, needed)
     return _load(
         settings,
@@ -339,7 +334,7 @@ def _beside(settings: ServerSettings, models: Sequence[ServedModel], file: Model
     fixed += sum(Path(model.adapter).stat().st_size for model in models if model.adapter)
     n_batch = settings.n_batch or 512
     if settings.embeddings:
-        fixed += embedding_bytes(file, n_ctx=settings.embedding_n_ctx, n_batch=n_batch)
+        fixed += Embedder.context_bytes(file, n_ctx=settings.embedding_n_ctx, n_batch=n_batch)
     if not settings.draft_model:
         return Beside(n_contexts=len(models), n_bytes=lambda _: fixed)
     draft, kv = read_model_file(settings.draft_model), parse_kv("mixed")

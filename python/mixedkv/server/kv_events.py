@@ -26,7 +26,7 @@ import zmq
 from mixedkv.errors import ClosedError
 
 if TYPE_CHECKING:
-    from mixedkv.engine.engine import Engine
+    from mixedkv.engine import Engine
     from mixedkv.start.sequences import Sequence as Held
 
 log = logging.getLogger("mixedkv.server")

@@ -14,15 +14,15 @@ from typing import Any
 
 from mixedkv.bundled import model_path
 from mixedkv.config import parse_kv
-from mixedkv.engine.chat.chat_template import ChatRenderer
-from mixedkv.engine.embed.embedding_context import only_embeds, ranks
-from mixedkv.engine.sample.sampling import sampling_defaults
+from mixedkv.engine import Tokenizer
 from mixedkv.limits import INT32_MAX
 from mixedkv.model.adapter import check_adapter
+from mixedkv.model.embedding_model import only_embeds, ranks
 from mixedkv.model.encoder import encoder_beside
 from mixedkv.model.fingerprint import model_header
 from mixedkv.model.gguf_file import ModelFile, weight_type
 from mixedkv.model.named_model import find_model, is_of_hub
+from mixedkv.model.sampling_defaults import sampling_defaults
 from mixedkv.native.chat_formats import find_format
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.settings import ServerSettings
@@ -261,7 +261,6 @@ def description(settings: ServerSettings, model: ServedModel, file: ModelFile) -
     own = str(file.metadata.get("tokenizer.chat_template", ""))
     name, given = chat_format(settings.chat_format)
     template = "" if name else given or own
-    renderer = ChatRenderer(template, "", "")
     generates = not only_embeds(file)
     embeds = not model.parent and (settings.embeddings or not generates) and not ranks(file)
     return {
@@ -278,7 +277,7 @@ def description(settings: ServerSettings, model: ServedModel, file: ModelFile) -
         "capabilities": capabilities(
             generates=generates,
             tools=bool(template or name),
-            thinks=renderer.thinks,
+            thinks=Tokenizer.template_thinks(template),
             infills=any(f"tokenizer.ggml.{name}_token_id" in file.metadata for name in ("fim_pre", "prefix")),
             sees=bool(model.mmproj),
             embeds=embeds,

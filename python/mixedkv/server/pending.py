@@ -6,17 +6,16 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from starlette.requests import Request
 
-from mixedkv.engine.engine import Engine
-from mixedkv.engine.inbox import deliver_directly
-from mixedkv.engine.jobs.job import Delta, Done, Event, Failed, Job
+from mixedkv.engine import Delta, Done, Engine, Failed, Job, deliver_directly
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
 from mixedkv.server.api_error import ApiError, from_engine, timed_out
 
 _T = TypeVar("_T")
+Event: TypeAlias = Delta | Done | Failed
 OnEvent = Callable[[Delta | Done], Awaitable[None]]
 
 

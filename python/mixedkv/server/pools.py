@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mixedkv.engine.work.fair_pool import FairPool
-from mixedkv.engine.work.turns import Limits, unlimited
+from mixedkv.work.fair_pool import FairPool
+from mixedkv.work.turns import Limits, unlimited
 
 LARGE = 1 << 16  # bytes of a large body; a smaller one takes a millisecond
 

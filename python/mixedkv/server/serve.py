@@ -17,8 +17,8 @@ from mixedkv.doors.keys import Keys, MetricsKey
 from mixedkv.doors.metrics import Metrics
 from mixedkv.doors.signals import ignore_ends, reloading_at_hangup
 from mixedkv.doors.tls import TLS
-from mixedkv.engine.embed.embedding_context import only_embeds
-from mixedkv.engine.engine import Engine
+from mixedkv.engine import Engine
+from mixedkv.model.embedding_model import only_embeds
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.server import logs

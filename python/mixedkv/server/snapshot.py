@@ -11,7 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from mixedkv.doors.metrics import WINDOW
-from mixedkv.engine.engine import Engine
+from mixedkv.engine import Engine
 from mixedkv.kv.stats import KVStats
 
 if TYPE_CHECKING:

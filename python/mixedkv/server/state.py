@@ -15,9 +15,7 @@ from starlette.responses import Response
 from mixedkv import __version__
 from mixedkv.doors.keys import Keys, MetricsKey
 from mixedkv.doors.metrics import Metrics
-from mixedkv.engine.connect.store_connector import StoreConnector
-from mixedkv.engine.embed.embedder import Embedder
-from mixedkv.engine.engine import Engine
+from mixedkv.engine import Embedder, Engine, StoreConnector
 from mixedkv.errors import ClosedError, QueueFullError
 from mixedkv.images.projector import Projector
 from mixedkv.server.api_error import ApiError, bad_request, from_engine, no_key

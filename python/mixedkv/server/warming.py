@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from mixedkv.doors.keys import Keys
-from mixedkv.engine.answer import Answer
+from mixedkv.engine import Answer
 from mixedkv.server.api.context import warm_job
 from mixedkv.server.api.schemas import WarmRequest
 from mixedkv.server.api_error import ApiError

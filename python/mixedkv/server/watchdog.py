@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from weakref import WeakKeyDictionary
 
-from mixedkv.engine.engine import Engine
+from mixedkv.engine import Engine
 from mixedkv.errors import ModelChangedError
 
 log = logging.getLogger("mixedkv.server")

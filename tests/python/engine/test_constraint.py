@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from mixedkv.engine.constrain.constraint import ConstraintCompiler, DeadEndError
+from mixedkv.engine.constrain.constraint import ConstraintCompiler
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.constrain.gbnf import gbnf_to_lark
 from mixedkv.engine.constrain.json_schema import MOST_DIGITS
 from mixedkv.engine.text.detokenizer import Detokenizer
+from mixedkv.errors import DeadEndError
 from support import zoo
 from support.constraint_support import BYTEWISE, follow, random_answer, schemas
 

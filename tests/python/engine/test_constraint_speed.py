@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mixedkv.engine.constrain.constraint import ConstraintCompiler, DeadEndError
+from mixedkv.engine.constrain.constraint import ConstraintCompiler
 from mixedkv.engine.constrain.constraint_text import Constraint
+from mixedkv.errors import DeadEndError
 from support.constraint_support import BYTEWISE
 
 _N_TOKENS = 150_000

@@ -12,7 +12,7 @@ import pytest
 from mixedkv.engine.chat.chat_template import ChatRenderer, ToolChoice
 from mixedkv.engine.constrain import trial
 from mixedkv.engine.constrain.constraint_text import Constraint
-from mixedkv.engine.work import processes
+from mixedkv.work import processes
 from support.hostile_constraints import BYTES, compile_one
 from support.recorded import TEMPLATES
 

@@ -15,8 +15,8 @@ import pytest
 from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.embed.embedding_context import Piece
 from mixedkv.engine.schedule.contract import Observer, StepPlan
-from mixedkv.engine.work.turns import Limits, TenantLimits, unlimited
 from mixedkv.errors import EngineError, QueueFullError
+from mixedkv.work.turns import Limits, TenantLimits, unlimited
 
 N_EMBD = 2
 

@@ -195,7 +195,6 @@ def test_an_engine_that_nobody_closed_ends_before_its_llama(end: str) -> None:
 import contextlib
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from mixedkv.engine import Engine
 from mixedkv.errors import ClosedError
 
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take

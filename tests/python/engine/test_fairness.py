@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from mixedkv.engine.schedule.progress import Progress
-from mixedkv.engine.work.turns import Limits, TenantLimits
+from mixedkv.work.turns import Limits, TenantLimits
 from support.scheduler_support import N_BATCH, Desk
 
 ENDLESS = 1_000_000

@@ -10,12 +10,12 @@ import pytest
 
 from mixedkv._core import HotWindow
 from mixedkv.config.cut_rule import CutRule
-from mixedkv.engine.work.turns import TenantLimits
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.rows import APPROXIMATE, COMPUTED, Truth
 from mixedkv.prompts.overflow import Gap, LongPrompt
 from mixedkv.start.checkpoints import CheckpointLimits
 from mixedkv.start.sequences import NO_MATCH, Sequence, SequenceMatch, SequencePool
+from mixedkv.work.turns import TenantLimits
 
 pytestmark = pytest.mark.core
 

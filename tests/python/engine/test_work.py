@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from mixedkv.engine.work.current import GivenUpError, Work, at, current
-from mixedkv.engine.work.fair_pool import FairPool
-from mixedkv.engine.work.processes import EndedError, Task, TaskProcesses
-from mixedkv.engine.work.turns import unlimited
+from mixedkv.work.current import GivenUpError, Work, at, current
+from mixedkv.work.fair_pool import FairPool
+from mixedkv.work.processes import EndedError, Task, TaskProcesses
+from mixedkv.work.turns import unlimited
 from support.patience import PATIENCE, wait_for
 
 pytestmark = pytest.mark.core

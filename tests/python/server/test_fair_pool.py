@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from mixedkv.engine.work.fair_pool import FairPool
-from mixedkv.engine.work.turns import TenantLimits
 from mixedkv.server.pools import Pools
+from mixedkv.work.fair_pool import FairPool
+from mixedkv.work.turns import TenantLimits
 from support.patience import PATIENCE, wait_for
 
 

@@ -17,7 +17,6 @@ from mixedkv.chunks.passages import parse_chunks
 from mixedkv.doors.keys import Keys
 from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.engine.schedule.request import Request
-from mixedkv.engine.work.turns import TenantLimits
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
 from mixedkv.server.api.generation import usage
 from mixedkv.server.api_error import ApiError
@@ -26,6 +25,7 @@ from mixedkv.server.settings import ServerSettings
 from mixedkv.server.snapshot import of_tenant
 from mixedkv.server.warming import read_warm_file
 from mixedkv.split.split_settings import SplitSettings
+from mixedkv.work.turns import TenantLimits
 from support.patience import PATIENCE
 from support.server_support import key_file
 

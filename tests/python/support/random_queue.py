@@ -12,11 +12,11 @@ from mixedkv._core import HotWindow
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request
-from mixedkv.engine.work.turns import TenantLimits
 from mixedkv.images.picture import Picture
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.rows import APPROXIMATE, COMPUTED, Truth, all_of
 from mixedkv.prompts.overflow import NOWHERE, LongPrompt, head_of
+from mixedkv.work.turns import TenantLimits
 from support.scheduler_support import Cells, Desk
 
 RULES = [CutRule(), CutRule(HotWindow(16, 8, 2)), CutRule(sliding=20), CutRule(recurrent=True)]

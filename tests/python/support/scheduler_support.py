@@ -11,11 +11,11 @@ from mixedkv.engine.schedule.pacing import Pace
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.schedule.scheduler import Scheduler
-from mixedkv.engine.work.turns import Limits, unlimited
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.rows import COMPUTED, Truth, all_of
 from mixedkv.prompts.overflow import NOWHERE, cut, head_of
 from mixedkv.start.sequences import SequencePool
+from mixedkv.work.turns import Limits, unlimited
 
 N_CTX, N_BATCH = 256, 64
 

@@ -12,12 +12,12 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from mixedkv.engine.work.current import current
-from mixedkv.engine.work.processes import EndedError, KilledError, Task, processes
 from mixedkv.errors import ContextLengthError
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.prompts import content_marks
+from mixedkv.work.current import current
+from mixedkv.work.processes import EndedError, KilledError, Task, processes
 
 _CHUNK = 1 << 12  # characters
 _MAX_SPECIAL = 2000

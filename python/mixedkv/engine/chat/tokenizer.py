@@ -87,6 +87,11 @@ class Tokenizer(TextTokenizer):
         """Read the vocabulary for constraints now, which takes up to a second, and not with the first one."""
         _ = self._constraints
 
+    @staticmethod
+    def template_thinks(template: str) -> bool:
+        """Return whether a chat template handles thoughts, without a loaded model."""
+        return ChatRenderer(template, "", "").thinks
+
     def boundaries(self, tokens: Tokens) -> Places:
         """Return where messages of a chat begin and end: at the control tokens of its template."""
         return np.flatnonzero(self._is_control[np.maximum(tokens, 0)] & (tokens >= 0))

@@ -29,6 +29,7 @@ from mixedkv.engine.constrain.constraint_text import Constraint, Kind
 from mixedkv.engine.constrain.gbnf import gbnf_to_lark
 from mixedkv.engine.constrain.json_schema import MAX_SCHEMA, NumberLength, begin_with_digit, closed_schema
 from mixedkv.engine.text.detokenizer import Detokenizer
+from mixedkv.errors import DeadEndError
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 
@@ -62,10 +63,6 @@ _MAX_ITEMS: dict[Kind, tuple[int, int]] = {
     "lark": (500, 5000),
     "calls": (2000, 25_000),
 }
-
-
-class DeadEndError(ValueError):
-    """No token can continue the answer under its constraint, or finding one exceeds the limits."""
 
 
 Mask = npt.NDArray[np.uint32]  # a bit for each token

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-from mixedkv.engine.work.processes import EndedError, KilledError, Task, processes
+from mixedkv.work.processes import EndedError, KilledError, Task, processes
 
 SECONDS = 3.0  # of a processor
 STEP_SECONDS = 0.25  # of a processor, for a mask and a token: all answers wait for it

@@ -22,7 +22,7 @@ from mixedkv.engine.draft.draft_model import DraftModel
 from mixedkv.engine.draft.mtp_head import MtpHead
 from mixedkv.engine.jobs.job import Drafter, Job
 from mixedkv.engine.schedule.contract import Observer, Run, StepPlan
-from mixedkv.engine.schedule.request import SpeculationMode
+from mixedkv.limits import SpeculationMode
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 

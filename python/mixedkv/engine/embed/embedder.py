@@ -10,12 +10,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece, Vectors
+from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece, Vectors, embedding_bytes
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.schedule.pacing import SLOWDOWN, Pace
-from mixedkv.engine.work.turns import Limits, Service, unlimited
 from mixedkv.errors import ClosedError, ModelChangedError, NotFiniteError, QueueFullError
 from mixedkv.limits import MAX_SEQUENCES
+from mixedkv.model.gguf_file import ModelFile
+from mixedkv.work.turns import Limits, Service, unlimited
 
 log = logging.getLogger("mixedkv.engine")
 
@@ -87,6 +88,30 @@ class Embedder:
         self._seconds = 0.0  # seconds that a token of a slice takes
         self._n_steps = 0  # the engine's before the last slice, which had
         self._n_tokens, self._slice_seconds = 0, 0.0
+
+    @classmethod
+    def open(
+        cls,
+        engine: Engine,
+        file: ModelFile,
+        *,
+        n_ctx: int,
+        n_batch: int,
+        max_requests: int,
+        limits: Limits = unlimited,
+    ) -> Embedder:
+        """Return an embedder with a context of its own beside the engine's.
+
+        Args:
+            file, n_ctx, n_batch: as `EmbeddingContext` takes them.
+
+        Raises:
+            ValueError: the model gives no vectors, is not made for this n_ctx, or there is no memory.
+        """
+        context = EmbeddingContext(engine.llm, file, n_ctx=n_ctx, n_batch=n_batch)
+        return cls(engine, context, max_requests=max_requests, limits=limits)
+
+    context_bytes = staticmethod(embedding_bytes)
 
     # --- the event loop ---
 

@@ -15,6 +15,7 @@ from mixedkv.config import parse_kv
 from mixedkv.engine.batch.batch import Batch
 from mixedkv.errors import EngineError
 from mixedkv.llama import Llama
+from mixedkv.model.embedding_model import only_embeds, ranks
 from mixedkv.model.footprint import Sliding
 from mixedkv.model.gguf_file import ModelFile
 from mixedkv.native import llama_cpp as _llama_cpp
@@ -28,18 +29,6 @@ _MAX_STATES = 8  # of a recurrent model, whose sequences each take memory
 _MAX_LOGITS = 1 << 24  # llama.cpp makes logits of every token that is embedded, and holds them twice
 _LEAST_SLICE = 32
 _MEAN, _CLS, _LAST, _RANK = 1, 2, 3, 4  # llama_pooling_type
-
-
-def ranks(file: ModelFile) -> bool:
-    """Return whether a model only ranks: it scores how well two texts go together."""
-    return int(file.get("pooling_type", 0)) == _RANK
-
-
-def only_embeds(file: ModelFile) -> bool:
-    """Return whether a model cannot generate text, as its attention is not causal or it only ranks."""
-    kind = file.architecture
-    is_encoder = "bert" in kind or kind == "gemma-embedding" or file.get("attention.causal", True) is False
-    return is_encoder or ranks(file)
 
 
 def embedding_bytes(file: ModelFile, *, n_ctx: int = 0, n_batch: int = 512) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Generic
 
 from mixedkv.engine.schedule.contract import P
-from mixedkv.engine.work.turns import Limits, Service
+from mixedkv.work.turns import Limits, Service
 
 _TURN = 16  # steps before a place may change hands; fewer mean more pauses
 

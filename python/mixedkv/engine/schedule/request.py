@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -12,12 +12,10 @@ from mixedkv.chunks.chunk_reuse import ChunkChoice
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.text.thought import ThoughtTags
 from mixedkv.images.picture import Picture
-from mixedkv.limits import whole
+from mixedkv.limits import SpeculationMode, whole
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.start.sequences import Reuse
 from mixedkv.tokens import Tokens
-
-SpeculationMode = Literal["off", "prompt-lookup", "draft-model", "mtp"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -11,10 +11,10 @@ from typing import Generic
 from mixedkv.engine.schedule.contract import Observer, P, Run, StepPlan
 from mixedkv.engine.schedule.fair_queue import FairQueue
 from mixedkv.engine.schedule.pacing import Pace, share
-from mixedkv.engine.work.turns import Limits, Service, unlimited
 from mixedkv.start.checkpoints import places
 from mixedkv.start.sequences import NO_MATCH, Sequence, SequenceMatch, SequencePool, is_better
 from mixedkv.tokens import Tokens, common_prefix
+from mixedkv.work.turns import Limits, Service, unlimited
 
 log = logging.getLogger("mixedkv.engine")
 

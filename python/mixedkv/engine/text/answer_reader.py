@@ -51,9 +51,17 @@ class Call:
         values: dict[str, Any] = json.loads(self.arguments) if self.arguments.strip() else {}
         return values
 
+    @property
+    def message(self) -> dict[str, Any]:
+        """The call as an entry of a message's `tool_calls`."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
 
 @dataclass(slots=True)
 class ReadAnswer:
+    """An answer as far as it has been read: text, thoughts and calls."""
+
     content: str = ""
     reasoning: str = ""
     calls: list[Call] = field(default_factory=list)
@@ -62,6 +70,12 @@ class ReadAnswer:
     def complete_calls(self) -> list[Call]:
         """The calls that ended. One that was cut off, by a limit or a stop string, is nobody's to run."""
         return [call for call in self.calls if call.complete]
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The text and the thoughts, without calls, as a message for the history."""
+        said: dict[str, Any] = {"role": "assistant", "content": self.content}
+        return {**said, "reasoning_content": self.reasoning} if self.reasoning else said
 
     def finish_reason(self, reason: str) -> str:
         """Return OpenAI's finish_reason of an answer that ended for this reason: "length" if a call in it was

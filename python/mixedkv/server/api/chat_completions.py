@@ -8,13 +8,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mixedkv.engine.chat.chat_template import RenderedChat
-from mixedkv.engine.jobs.job import Delta, Done, Job
+from mixedkv.engine import Delta, Done, Job, RenderedChat
 from mixedkv.server.api.chat_jobs import chat_jobs
 from mixedkv.server.api.generation import OpenAIAnswer, usage
 from mixedkv.server.api.growing import Turn, check_version, respond_with
 from mixedkv.server.api.logprobs import chat_logprobs, prompt_logprobs
-from mixedkv.server.api.rendering import call_json, delta
+from mixedkv.server.api.rendering import delta
 from mixedkv.server.api.schemas import ChatRequest
 from mixedkv.server.api.sse import sse
 from mixedkv.server.http.json_body import JSONRoute
@@ -65,7 +64,7 @@ class _Answer(OpenAIAnswer):
             }
             for i, end in enumerate(ends)
         ]
-        of_prompt = prompt_logprobs(self._pieces, self._jobs[0].answer.prompt_logprobs)
+        of_prompt = prompt_logprobs(self._pieces, self._jobs[0])
         head = {**self._head, "object": "chat.completion", **of_prompt, **self._more(ends)}
         return {**head, "choices": choices, "usage": usage(self._jobs, self._n)}
 
@@ -110,7 +109,7 @@ class _Answer(OpenAIAnswer):
         if answer.reasoning:
             message["reasoning_content"] = answer.reasoning
         if answer.calls:
-            message["tool_calls"] = [call_json(call) for call in answer.calls]
+            message["tool_calls"] = [call.message for call in answer.calls]
         return message
 
     def _choice_of(self, i: int, text: str) -> dict[str, Any]:

@@ -9,11 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from mixedkv.doors.settings import in_words
-from mixedkv.engine.chat.chat_template import RenderedChat, ToolChoice
-from mixedkv.engine.chat.message_ends import message_ends
-from mixedkv.engine.constrain.constraint_text import Constraint
-from mixedkv.engine.jobs.job import Job
-from mixedkv.engine.text.answer_reader import ReadAnswer
+from mixedkv.engine import Constraint, Job, RenderedChat, ToolChoice
 from mixedkv.ids import new_id
 from mixedkv.server.api.generation import constraint_of, context_tokens, make_jobs, slides
 from mixedkv.server.api.rendering import chat_of, choice_of, render
@@ -24,14 +20,6 @@ from mixedkv.server.state import ServerState
 from mixedkv.sessions import CacheSessionMetadata
 
 _T = TypeVar("_T", bound=BaseModel)
-
-
-def message_of(answer: ReadAnswer) -> dict[str, Any]:
-    """Return an answer's text, without calls, as a message for the history. Thoughts are a field of their
-    own.
-    """
-    said: dict[str, Any] = {"role": "assistant", "content": answer.content}
-    return {**said, "reasoning_content": answer.reasoning} if answer.reasoning else said
 
 
 def chat_jobs(
@@ -56,7 +44,7 @@ def chat_jobs(
     ends: list[tuple[str, int]] = []
     if not chat.images:
         named = [(message.message_id or "", message.text) for message in body.messages]
-        ends = message_ends(named, rendered.text, tokens, server.engine.detokenizer)
+        ends = server.engine.message_ends(named, rendered.text, tokens)
     jobs = make_jobs(
         server,
         body,

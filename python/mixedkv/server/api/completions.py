@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mixedkv.engine.jobs.job import Delta, Done, Job
+from mixedkv.engine import Delta, Done, Job
 from mixedkv.server.api.generation import (
     OpenAIAnswer,
     check_echo,
@@ -116,7 +116,7 @@ class _Answer(OpenAIAnswer):
         if not self._tells_prompt:
             return {}
         first = self._jobs[i - i % self._n]
-        return prompt_logprobs(self._pieces, first.answer.prompt_logprobs)
+        return prompt_logprobs(self._pieces, first)
 
     def first(self) -> bytes:
         """Return the events with the echoed prompts. Their log probabilities come later, and they with

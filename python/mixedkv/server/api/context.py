@@ -14,9 +14,8 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
-from mixedkv.engine.chat.chat_template import Chat, RenderedChat
-from mixedkv.engine.jobs.job import Job
-from mixedkv.engine.schedule.request import Request as EngineRequest
+from mixedkv.engine import Chat, Job, RenderedChat
+from mixedkv.engine import Request as EngineRequest
 from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.server.api.chat_completions import chat_completions
 from mixedkv.server.api.completions import completions

@@ -10,12 +10,12 @@ from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import Response
 
-from mixedkv.engine.embed.embedder import Embedder
-from mixedkv.engine.embed.embedding_context import Vectors
+from mixedkv.engine import Embedder
 from mixedkv.errors import ClosedError, ContextLengthError, EngineError, ModelReadError, QueueFullError
 from mixedkv.limits import INT32_MAX
 from mixedkv.server.api.schemas import EmbeddingRequest
@@ -27,6 +27,7 @@ from mixedkv.server.pending import or_disconnect
 from mixedkv.server.state import ServerState, model_of, packed_answer, read_prompt, tenant, time_left
 
 router = APIRouter(route_class=JSONRoute)
+Vectors = npt.NDArray[np.float32]
 _SMALL = 1 << 12  # numbers that are written in a millisecond
 
 

@@ -10,11 +10,7 @@ from dataclasses import fields
 from typing import Any, Literal
 
 from mixedkv.chunks.chunk_reuse import ChunkChoice
-from mixedkv.engine.chat.chat_template import Chat, RenderedChat
-from mixedkv.engine.constrain.constraint_text import Constraint
-from mixedkv.engine.jobs.job import Delta, Done, Job
-from mixedkv.engine.sample.sampling import Sampling
-from mixedkv.engine.schedule.request import Request
+from mixedkv.engine import Chat, Constraint, Delta, Done, Job, RenderedChat, Request, Sampling
 from mixedkv.errors import ContextLengthError
 from mixedkv.ids import new_id
 from mixedkv.images.picture import PromptImage

@@ -10,9 +10,7 @@ from starlette.responses import Response
 from starlette.types import Message as Sent
 from starlette.types import Receive, Scope, Send
 
-from mixedkv.engine.chat.chat_template import RenderedChat
-from mixedkv.engine.jobs.job import Delta, Done, Job
-from mixedkv.server.api.chat_jobs import message_of
+from mixedkv.engine import Delta, Done, Job, RenderedChat
 from mixedkv.server.api.rendering import template_message
 from mixedkv.server.api.schemas import ChatRequest, CompletionRequest, GenerationFields, Message
 from mixedkv.server.api.sse import SentAnswer, respond
@@ -105,7 +103,7 @@ class Turn:
             return {"prompt": (self._session.prompt or "") + self._prompt + text}
         reader, before = self.chat.reader(), self._messages
         reader.feed(text, last=True)
-        said = message_of(reader.answer)
+        said = reader.answer.message
         if self._continues:  # the last message is the beginning of the answer
             *before, begun = before
             said["content"] = (begun.content or "") + said["content"]

@@ -8,11 +8,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Request
 from starlette.responses import JSONResponse, Response
 
-from mixedkv.engine.jobs.job import Job
-from mixedkv.engine.text.answer_reader import ReadAnswer
+from mixedkv.engine import Job
 from mixedkv.ids import MAX_LENGTH, PATTERN
-from mixedkv.server.api.chat_jobs import message_of
-from mixedkv.server.api.rendering import call_json
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import ServerState, server_state, tenant
@@ -83,20 +80,18 @@ async def keep(
     response_id: str,
     wanted: bool | None,
     messages: Sequence[dict[str, Any]],
-    answer: ReadAnswer,
+    said: dict[str, Any],
     job: Job,
 ) -> None:
     """Keep a response for later requests.
 
     Args:
+        said: the answer as a message.
         wanted: None by default, which forgets older responses where the tenant has no room, or else this one.
 
     Raises:
         ApiError: 429, the tenant has no room for what it wanted.
     """
-    said = message_of(answer)
-    if calls := answer.complete_calls:
-        said["tool_calls"] = [call_json(call) for call in calls]
     whole = CreateContextCacheRequest.model_validate(
         {"model": server.model_name, "messages": [*messages, said], "ttl": _TTL, "session_id": response_id}
     )

@@ -11,8 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 from starlette.responses import Response
 
-from mixedkv.engine.constrain.constraint_text import Constraint
-from mixedkv.engine.jobs.job import Delta, Done, Job
+from mixedkv.engine import Constraint, Delta, Done, Job
 from mixedkv.images.picture import MARK, PromptImage
 from mixedkv.server.api.generation import (
     PromptProgress,
@@ -265,7 +264,7 @@ class _Answer(SentAnswer):
             **about_answer(job, end, self._texts[i], self._body.most_tokens()),
             "prompt_tokens_details": cached_details([job]),
             "timings": timings(job),
-            **prompt_logprobs(self._pieces, job.answer.prompt_logprobs),
+            **prompt_logprobs(self._pieces, job),
         }
         return _chosen(told, self._body.response_fields) if self._body.response_fields else told
 

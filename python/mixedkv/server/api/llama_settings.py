@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from mixedkv.engine.jobs.job import Done, Job
-from mixedkv.engine.sample.sampling import SAMPLERS
-from mixedkv.engine.text.detokenizer import Detokenizer
+from mixedkv.engine import Done, Job
+from mixedkv.limits import SAMPLERS
+from mixedkv.server.api.logprobs import TokenTexts
 
 _SAME = (
     *("seed", "temperature", "dynatemp_range", "dynatemp_exponent", "top_k", "top_p", "min_p", "typical_p"),
@@ -73,7 +73,7 @@ def about_answer(job: Job, end: Done, prompt: str, most: int | None) -> dict[str
     }
 
 
-def prompt_text(job: Job, pieces: Detokenizer) -> str:
+def prompt_text(job: Job, pieces: TokenTexts) -> str:
     """Return the text of a prompt, with control tokens and without images. Not for the event loop."""
     tokens = (token for token in job.prompt.tolist() if token >= 0)
     return b"".join(map(pieces.name, tokens)).decode("utf-8", "replace")

@@ -5,17 +5,26 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
-from mixedkv.engine.sample.sampler import PromptLogprobs, TokenLogprob
-from mixedkv.engine.text.detokenizer import Detokenizer
+from mixedkv.engine import TokenLogprob
 from mixedkv.server.packing import Long
 
 _LOWEST = -9999.0  # JSON has no infinity
 
 
+class TokenTexts(Protocol):
+    """The bytes of tokens, as an engine's `detokenizer` has them."""
+
+    def __getitem__(self, token: int) -> bytes:
+        """Return a token's bytes, b"" for control tokens."""
+
+    def name(self, token: int) -> bytes:
+        """Return a token's bytes, with control tokens written out."""
+
+
 def chat_logprobs(
-    pieces: Detokenizer, logprobs: Sequence[TokenLogprob], *, ids: bool = False
+    pieces: TokenTexts, logprobs: Sequence[TokenLogprob], *, ids: bool = False
 ) -> dict[str, Any]:
     """Return `choices[].logprobs` of a chat; with `ids` also the tokens' ids, like llama-server."""
     content = (
@@ -35,7 +44,7 @@ class CompletionLogprobs:
         offset: number of characters before the first token.
     """
 
-    def __init__(self, pieces: Detokenizer, offset: int) -> None:
+    def __init__(self, pieces: TokenTexts, offset: int) -> None:
         self._pieces, self._offset = pieces, offset
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -78,17 +87,18 @@ def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return {name: Long(chain(one[name], other[name])) for name in one}
 
 
-def prompt_logprobs(pieces: Detokenizer, asked: PromptLogprobs | None) -> dict[str, Any]:
+def prompt_logprobs(pieces: TokenTexts, job: Job) -> dict[str, Any]:
     """Return vLLM's field of that name, to be merged in: for each token after the first the likeliest ones
     and itself, by id. Empty if they were not asked for.
     """
+    asked = job.answer.prompt_logprobs
     if asked is None:
         return {}
     tokens = (_places(pieces, logprob, rank) for logprob, rank in asked.found)
     return {"prompt_logprobs": Long(chain([None], tokens))}
 
 
-def _places(pieces: Detokenizer, lp: TokenLogprob, rank: int) -> dict[str, Any]:
+def _places(pieces: TokenTexts, lp: TokenLogprob, rank: int) -> dict[str, Any]:
     places = [(token, p, i + 1) for i, (token, p) in enumerate(lp.top.tolist())]
     return {
         str(token): {"logprob": max(p, _LOWEST), "rank": place, "decoded_token": _name(pieces, token)}
@@ -96,7 +106,7 @@ def _places(pieces: Detokenizer, lp: TokenLogprob, rank: int) -> dict[str, Any]:
     }
 
 
-def _entry(pieces: Detokenizer, token: int, logprob: float, ids: bool) -> dict[str, Any]:
+def _entry(pieces: TokenTexts, token: int, logprob: float, ids: bool) -> dict[str, Any]:
     return {
         **({"id": token} if ids else {}),
         "token": _name(pieces, token),
@@ -105,7 +115,7 @@ def _entry(pieces: Detokenizer, token: int, logprob: float, ids: bool) -> dict[s
     }
 
 
-def _text(pieces: Detokenizer, token: int) -> str:
+def _text(pieces: TokenTexts, token: int) -> str:
     """Return a token's text, or its bytes as OpenAI writes them where they are a part of a character."""
     name = pieces.name(token)
     try:
@@ -114,5 +124,5 @@ def _text(pieces: Detokenizer, token: int) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in name)
 
 
-def _name(pieces: Detokenizer, token: int) -> str:
+def _name(pieces: TokenTexts, token: int) -> str:
     return pieces.name(token).decode("utf-8", "replace")

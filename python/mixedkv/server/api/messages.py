@@ -11,9 +11,7 @@ from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import JSONResponse, Response
 
-from mixedkv.engine.chat.chat_template import RenderedChat
-from mixedkv.engine.jobs.job import Delta, Done, Job
-from mixedkv.engine.text.answer_reader import Part
+from mixedkv.engine import Delta, Done, Job, Part, RenderedChat
 from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import chat_tokens, translated, translated_jobs
 from mixedkv.server.api.generation import cached_details

@@ -16,15 +16,12 @@ from pydantic import AfterValidator, Field, model_validator
 from starlette.responses import JSONResponse, Response
 
 from mixedkv import __version__
-from mixedkv.engine.chat.chat_template import RenderedChat
-from mixedkv.engine.embed.embedder import Embedder
-from mixedkv.engine.embed.embedding_context import Vectors
-from mixedkv.engine.jobs.job import Delta, Done, Job
+from mixedkv.engine import Delta, Done, Embedder, Job, RenderedChat
 from mixedkv.limits import INT32_MAX, RANGES
 from mixedkv.model.fingerprint import fingerprint
 from mixedkv.server.api.chat_jobs import translated, translated_jobs
 from mixedkv.server.api.completions import completion_jobs
-from mixedkv.server.api.embeddings import checked_embedder, embed, input_tokens
+from mixedkv.server.api.embeddings import Vectors, checked_embedder, embed, input_tokens
 from mixedkv.server.api.generation import cached_details
 from mixedkv.server.api.logprobs import chat_logprobs
 from mixedkv.server.api.schemas import AnyChoice, CompletionRequest, EmbeddingRequest, Tool

@@ -7,15 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
-
-from mixedkv.engine.chat.chat_template import Chat, RenderedChat, TemplateOptions, ToolChoice
-from mixedkv.engine.text.answer_reader import Call, Part
-from mixedkv.engine.work.current import current
-from mixedkv.engine.work.processes import Task, processes
-from mixedkv.images import pixels
+from mixedkv.engine import Chat, Part, RenderedChat, TemplateOptions, ToolChoice
+from mixedkv.images.decoding import decoded
 from mixedkv.images.picture import PromptImage
-from mixedkv.images.pixels import Pixels, n_pixels, read_data_url, read_pixels
+from mixedkv.images.pixels import n_pixels, read_data_url
 from mixedkv.images.projector import Projector
 from mixedkv.limits import check_depth
 from mixedkv.server.api.schemas import ChatFields, ChatRequest, Message, NamedTool, Tool
@@ -136,7 +131,6 @@ def template_options(server: ServerState, body: ChatFields) -> TemplateOptions:
 
 _MOST = 64  # of a request
 _MOST_PIXELS = 1 << 27  # of a request: 64 of 1920 x 1080
-_FEW_PIXELS = 1 << 18  # decoded where it is asked for, in a few milliseconds
 
 
 def read_images(server: ServerState, messages: Sequence[Message]) -> list[PromptImage]:
@@ -201,23 +195,6 @@ def _errors_of(place: str, param: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise bad_request(f"{place}: {error}", param) from None
-
-
-_DECODE = Task(pixels.__file__, "pixels_in_bytes", seconds=10.0, n_bytes=1 << 30)
-
-
-def decoded(file: bytes) -> Pixels:
-    """Read an image file in a process that can be ended, unless it is small.
-
-    Raises:
-        ValueError: it is no image, or takes too much time or memory.
-    """
-    current().check()  # many take long, and so may the encoder
-    if n_pixels(file) <= _FEW_PIXELS:
-        return read_pixels(file)
-    fields, data = processes.call(_DECODE, {}, file)
-    found: Pixels = np.frombuffer(data, np.uint8).reshape(fields["shape"])
-    return found
 
 
 def choice_of(body: ChatRequest) -> ToolChoice:
@@ -331,14 +308,10 @@ def _wrong_call(message: str) -> ApiError:
     return bad_request(message, "messages")
 
 
-def call_json(call: Call) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
 def delta(part: Part) -> dict[str, Any]:
     """Return the delta of a stream for a part of an answer."""
     if part.index < 0:
         return {"reasoning_content": part.reasoning} if part.reasoning else {"content": part.content}
-    if not part.name:
-        return {"tool_calls": [{"index": part.index, "function": {"arguments": part.arguments}}]}
-    return {"tool_calls": [{"index": part.index, **call_json(Call(part.id, part.name, part.arguments))}]}
+    function = {**({"name": part.name} if part.name else {}), "arguments": part.arguments}
+    first = {"id": part.id, "type": "function"} if part.name else {}
+    return {"tool_calls": [{"index": part.index, **first, "function": function}]}

@@ -13,9 +13,7 @@ from fastapi import APIRouter, Request
 from pydantic import Discriminator, Field, Tag, model_validator
 from starlette.responses import JSONResponse, Response
 
-from mixedkv.engine.chat.chat_template import RenderedChat
-from mixedkv.engine.jobs.job import Delta, Done, Job
-from mixedkv.engine.text.answer_reader import Part, ReadAnswer
+from mixedkv.engine import Delta, Done, Job, Part, RenderedChat
 from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import translated_jobs
 from mixedkv.server.api.generation import PromptProgress, cached_details, timings
@@ -366,7 +364,7 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     async def on_event(event: Delta | Done) -> None:
         answer.read(event)
         if isinstance(event, Done):
-            await keep(server, owner, answer.id, body.store, messages, answer.answer, jobs[0])
+            await keep(server, owner, answer.id, body.store, messages, answer.message, jobs[0])
 
     return await respond(
         request,
@@ -510,9 +508,11 @@ class _Answer(SentAnswer):
         }
 
     @property
-    def answer(self) -> ReadAnswer:
-        """The answer as far as it has been read."""
-        return self._parts.answer
+    def message(self) -> dict[str, Any]:
+        """The answer as a message for the history, with the calls that ended."""
+        answer = self._parts.answer
+        calls = [call.message for call in answer.complete_calls]
+        return {**answer.message, **({"tool_calls": calls} if calls else {})}
 
     def read(self, event: Delta | Done) -> None:
         """Read an event before it is sent."""
@@ -615,7 +615,7 @@ class _Answer(SentAnswer):
         }
 
     def _status(self, end: Done) -> str:
-        return "incomplete" if self.answer.finish_reason(end.reason) == "length" else "completed"
+        return "incomplete" if self._parts.answer.finish_reason(end.reason) == "length" else "completed"
 
     def _text(self) -> dict[str, Any]:
         form = self._body.text.format if self._body.text else None

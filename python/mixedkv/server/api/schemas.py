@@ -17,9 +17,8 @@ from pydantic import (
 )
 
 from mixedkv.chunks.chunk_reuse import Repair
-from mixedkv.engine.sample.sampling import SAMPLERS
 from mixedkv.images.picture import MARK
-from mixedkv.limits import INT32_MAX
+from mixedkv.limits import INT32_MAX, SAMPLERS
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.server.fields import (
     FLAG,

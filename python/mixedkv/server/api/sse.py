@@ -13,7 +13,7 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from mixedkv.engine.jobs.job import Delta, Done, Job
+from mixedkv.engine import Delta, Done, Job
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.http.revoked import ENDING
 from mixedkv.server.packing import encode_text, json_pieces

@@ -19,11 +19,11 @@ from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
 from mixedkv.config.mixed import did_you_mean
-from mixedkv.engine.work.fair_pool import FairPool
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.fields import IGNORED
 from mixedkv.server.http.middleware import TENANT
 from mixedkv.server.pools import LARGE
+from mixedkv.work.fair_pool import FairPool
 
 log = logging.getLogger("mixedkv.server")
 

@@ -18,7 +18,7 @@ from typing import Any
 import h11
 
 from mixedkv.doors.signals import holding_hangup
-from mixedkv.engine.embed.embedding_context import only_embeds
+from mixedkv.model.embedding_model import only_embeds
 from mixedkv.model.gguf_file import ModelFile, n_mtp_layers
 from mixedkv.server.models import ServedModel
 from mixedkv.server.settings import IN_MEMORY, ServerSettings

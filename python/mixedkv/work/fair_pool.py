@@ -11,8 +11,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from mixedkv.engine.work.current import Work, at
-from mixedkv.engine.work.turns import Limits, Service
+from mixedkv.work.current import Work, at
+from mixedkv.work.turns import Limits, Service
 
 _T = TypeVar("_T")
 

@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mixedkv.engine.work.current import GivenUpError, Work, current
-from mixedkv.engine.work.fair_pool import FairPool
-from mixedkv.engine.work.turns import Limits, unlimited
+from mixedkv.work.current import GivenUpError, Work, current
+from mixedkv.work.fair_pool import FairPool
+from mixedkv.work.turns import Limits, unlimited
 
 CLOCK_SECONDS = 60.0  # on the clock, beside the seconds of a processor, where no processor is free
 _PROGRAM = Path(__file__).with_name("program.py")
