@@ -1,4 +1,4 @@
-"""Decodes image files that anybody sent, large ones in a process that can be ended."""
+"""Decodes image files, large ones in a process that can be ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's file recommends for sampling."""
+"""Reads what a model's file recommends for sampling."""
 
 from __future__ import annotations
 

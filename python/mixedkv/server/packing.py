@@ -105,10 +105,3 @@ async def _rest(pools: Pools, tenant: str, pieces: _Pieces, first: bytes) -> Asy
     yield first
     while not pieces.done:
         yield await pools.answers.run(tenant, pieces.take)
-
-
-async def whole_body(response: Response) -> bytes:
-    """Return the body of a packed answer."""
-    if isinstance(response, StreamingResponse):
-        return b"".join([bytes(piece) async for piece in response.body_iterator])  # type: ignore[arg-type]
-    return bytes(response.body)

@@ -18,7 +18,7 @@ from mixedkv.doors.keys import Keys
 from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
-from mixedkv.server.api.generation import usage
+from mixedkv.server.api.usage import usage
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.pending import PendingRequest
 from mixedkv.server.settings import ServerSettings

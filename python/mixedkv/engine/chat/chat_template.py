@@ -148,11 +148,6 @@ class RenderedChat:
     prompt: Parser | None = None
     parallel: bool = True
 
-    @property
-    def is_parsed(self) -> bool:
-        """True if the answer's text has to be parsed for thoughts and calls."""
-        return self.prompt is not None
-
     def reader(self) -> AnswerReader:
         """Return a reader for one answer."""
         parse = self.prompt.parse if self.prompt is not None else None

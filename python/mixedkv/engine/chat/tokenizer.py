@@ -123,6 +123,7 @@ class Tokenizer(TextTokenizer):
             "thoughts": chat.thoughts,
             "triggers": chat.triggers,
             "boundary": n - forgotten if forgotten else 0,
+            "reader": chat.reader,
             "said": self._plain(chat.before.content) if chat.constraint is None else "",
         }
 

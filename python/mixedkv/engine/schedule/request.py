@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from mixedkv.chunks.chunk_reuse import ChunkChoice
 from mixedkv.engine.sample.sampling import Sampling
+from mixedkv.engine.text.answer_reader import AnswerReader
 from mixedkv.engine.text.thought import ThoughtTags
 from mixedkv.images.picture import Picture
 from mixedkv.limits import SpeculationMode, whole
@@ -44,6 +45,7 @@ class Request:
         thought_budget: tokens after which a thought is closed.
         triggers: words that begin a call; `sampling.constraint` applies from such a word on.
         said: the beginning of the answer, with which the prompt ends: `sampling.constraint` is for the whole.
+        reader: makes what reads the answer's text, thoughts and calls in it.
         boundary: how many of the prompt's tokens the prompt of the next turn will begin with, since templates
             leave thoughts out of the history; 0 for all.
         reuse: which existing rows the prompt starts from, see `Reuse`; True is the engine's default, False
@@ -85,6 +87,7 @@ class Request:
     thought_budget: int | None = None
     triggers: Sequence[str] = ()
     said: str = ""
+    reader: Callable[[], AnswerReader] = AnswerReader
     boundary: int = 0
     reuse: bool | Reuse = True
     chunks: ChunkChoice | None = None

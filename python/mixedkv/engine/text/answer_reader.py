@@ -99,7 +99,7 @@ class AnswerReader:
 
     def __init__(
         self,
-        parse: Callable[[str, bool], str] | None,
+        parse: Callable[[str, bool], str] | None = None,
         *,
         parallel: bool = True,
         before: ReadAnswer | None = None,
@@ -108,6 +108,11 @@ class AnswerReader:
         self._before = before or ReadAnswer()
         self._text, self._due = "", 0
         self.answer = ReadAnswer()
+
+    @property
+    def is_parsed(self) -> bool:
+        """True if the text has to be parsed for thoughts and calls."""
+        return self._parse is not None
 
     @property
     def takes_long(self) -> bool:

@@ -8,14 +8,15 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from mixedkv.engine import Delta, Done, Job, RenderedChat
+from mixedkv.engine import Delta, Done, Job
 from mixedkv.server.api.chat_jobs import chat_jobs
-from mixedkv.server.api.generation import OpenAIAnswer, usage
-from mixedkv.server.api.growing import Turn, check_version, respond_with
+from mixedkv.server.api.growing import Turn, check_version, respond_in
 from mixedkv.server.api.logprobs import chat_logprobs, prompt_logprobs
+from mixedkv.server.api.openai_answer import OpenAIAnswer
 from mixedkv.server.api.rendering import delta
 from mixedkv.server.api.schemas import ChatRequest
 from mixedkv.server.api.sse import sse
+from mixedkv.server.api.usage import usage
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import ServerState, adapter_of, find_session, read_prompt, tenant
 
@@ -31,28 +32,20 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     if session is not None:
         check_version(body, session)
     turn = Turn.of_chat(server, body, session, body.messages)
-    jobs, prompt = await read_prompt(request, chat_jobs, server, body, owner, session, session=session)
-    if turn is not None:
-        turn.chat = prompt
-    answer = _Answer(server, body, jobs, prompt)
-    large = bool(body.logprobs or body.verbose) or body.prompt_logprobs is not None or prompt.is_parsed
-    return await respond_with(turn, body, request, server, jobs, answer, large=large)
+    jobs = await read_prompt(request, chat_jobs, server, body, owner, session, session=session)
+    return await respond_in(turn, request, ChatAnswer(server, body, jobs))
 
 
-class _Answer(OpenAIAnswer):
-    """Builds OpenAI's objects for the answer to one request.
-
-    Args:
-        prompt: the rendered chat, which tells how answers are read.
-    """
+class ChatAnswer(OpenAIAnswer):
+    """Builds OpenAI's objects for the answer to a chat."""
 
     chunk = "chat.completion.chunk"
     _body: ChatRequest
 
-    def __init__(self, server: ServerState, body: ChatRequest, jobs: list[Job], prompt: RenderedChat) -> None:
-        super().__init__(server, body, jobs, "chatcmpl")
-        self._is_read = prompt.is_parsed
-        self._parts = [prompt.reader() for _ in jobs]
+    def __init__(self, server: ServerState, body: ChatRequest, jobs: list[Job]) -> None:
+        self._parts = [job.request.reader() for job in jobs]
+        self._is_read = self._parts[0].is_parsed
+        super().__init__(server, body, jobs, "chatcmpl", large=self._is_read)
 
     def whole(self, ends: list[Done]) -> dict[str, Any]:
         choices = [
@@ -64,12 +57,12 @@ class _Answer(OpenAIAnswer):
             }
             for i, end in enumerate(ends)
         ]
-        of_prompt = prompt_logprobs(self._pieces, self._jobs[0])
+        of_prompt = prompt_logprobs(self._pieces, self.jobs[0])
         head = {**self._head, "object": "chat.completion", **of_prompt, **self._more(ends)}
-        return {**head, "choices": choices, "usage": usage(self._jobs, self._n)}
+        return {**head, "choices": choices, "usage": usage(self.jobs, self._n)}
 
     def first(self) -> bytes:
-        roles = ({"role": "assistant", "content": "", **self._message_id(i)} for i in range(len(self._jobs)))
+        roles = ({"role": "assistant", "content": "", **self._message_id(i)} for i in range(len(self.jobs)))
         return b"".join(sse(self._chunk(_choice(i, role))) for i, role in enumerate(roles))
 
     def _events(self, i: int, event: Delta | Done) -> bytes:
@@ -116,7 +109,7 @@ class _Answer(OpenAIAnswer):
         return _choice(i, {"content": text} if text else {})
 
     def _message_id(self, i: int) -> dict[str, str]:
-        return {"message_id": name} if (name := self._jobs[i].message_id) else {}
+        return {"message_id": name} if (name := self.jobs[i].message_id) else {}
 
     def _logprobs(self, event: Delta | Done) -> Any:
         return chat_logprobs(self._pieces, event.logprobs) if self._body.logprobs else None

@@ -8,25 +8,19 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from mixedkv.engine import Delta, Done, Job
-from mixedkv.server.api.generation import (
-    OpenAIAnswer,
-    check_echo,
-    constraint_of,
-    context_tokens,
-    make_jobs,
-    slides,
-    usage,
-)
-from mixedkv.server.api.growing import Turn, check_version, respond_with
+from mixedkv.server.api.engine_request import TokenizedPrompt, context_tokens, make_jobs
+from mixedkv.server.api.growing import Turn, check_version, respond_in
 from mixedkv.server.api.logprobs import CompletionLogprobs, joined, prompt_logprobs
+from mixedkv.server.api.openai_answer import OpenAIAnswer
+from mixedkv.server.api.request_limits import check_echo
 from mixedkv.server.api.schemas import CompletionRequest
+from mixedkv.server.api.usage import usage
 from mixedkv.server.api_error import prompt_error
 from mixedkv.server.http.json_body import JSONRoute
 from mixedkv.server.state import ServerState, adapter_of, find_session, read_prompt, tenant
 from mixedkv.sessions import CacheSessionMetadata
 
 router = APIRouter(route_class=JSONRoute)
-_DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
 
 @router.post("/v1/completions")
@@ -42,13 +36,12 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
         check_version(body, session)
     turn = Turn.of_prompt(server, body, session)
     jobs = await read_prompt(request, completion_jobs, server, body, owner, session, session=session)
-    answer = _Answer(server, body, jobs, tells_prompt=asked is not None)
-    large = body.logprobs is not None or body.prompt_logprobs is not None or bool(body.verbose)
-    return await respond_with(turn, body, request, server, jobs, answer, large=large)
+    answer = CompletionAnswer(server, body, jobs, tells_prompt=asked is not None)
+    return await respond_in(turn, request, answer)
 
 
 def completion_jobs(
-    server: ServerState, body: CompletionRequest, owner: str, session: CacheSessionMetadata | None
+    server: ServerState, body: CompletionRequest, owner: str, session: CacheSessionMetadata | None = None
 ) -> list[Job]:
     """Return `body.n` jobs for each prompt.
 
@@ -56,7 +49,7 @@ def completion_jobs(
         ApiError: 400.
     """
     try:
-        tokenizer, long = server.engine.tokenizer, slides(server, body)
+        tokenizer, long = server.engine.tokenizer, body.slides(server.settings.overflow)
         prefix = context_tokens(server, session, long=long) if session is not None else []
         if body.suffix:
             prompts = [tokenizer.infill(str(body.prompt), body.suffix)]
@@ -68,20 +61,11 @@ def completion_jobs(
         raise prompt_error(error, "suffix" if body.suffix else "prompt") from None
     if body.echo:
         check_echo(server, body.prompts, body.n or 1)
-    return make_jobs(
-        server,
-        body,
-        prompts,
-        owner=owner,
-        max_tokens=body.most_tokens(_DEFAULT_MAX_TOKENS),
-        constraint=constraint_of(body),
-        n_logprobs=body.logprobs,
-        session=session,
-    )
+    return make_jobs(server, body, [TokenizedPrompt(tokens=prompt) for prompt in prompts], owner, session)
 
 
-class _Answer(OpenAIAnswer):
-    """Builds OpenAI's objects for the answer to one request.
+class CompletionAnswer(OpenAIAnswer):
+    """Builds OpenAI's objects for the answers to prompts.
 
     Args:
         tells_prompt: `prompt_logprobs` were asked for.
@@ -91,7 +75,7 @@ class _Answer(OpenAIAnswer):
     _body: CompletionRequest
 
     def __init__(
-        self, server: ServerState, body: CompletionRequest, jobs: list[Job], *, tells_prompt: bool
+        self, server: ServerState, body: CompletionRequest, jobs: list[Job], *, tells_prompt: bool = False
     ) -> None:
         super().__init__(server, body, jobs, "cmpl")
         self._tells_prompt = tells_prompt
@@ -107,7 +91,7 @@ class _Answer(OpenAIAnswer):
         return {
             **self._head,
             "choices": choices,
-            "usage": usage(self._jobs, self._n),
+            "usage": usage(self.jobs, self._n),
             **self._more(ends),
         }
 
@@ -115,7 +99,7 @@ class _Answer(OpenAIAnswer):
         """Return the log probabilities of the prompt of a choice, which its first choice has."""
         if not self._tells_prompt:
             return {}
-        first = self._jobs[i - i % self._n]
+        first = self.jobs[i - i % self._n]
         return prompt_logprobs(self._pieces, first)
 
     def first(self) -> bytes:
@@ -124,7 +108,7 @@ class _Answer(OpenAIAnswer):
         """
         if self._echoes_logprobs:
             return b""
-        texts = enumerate(map(self._echo, range(len(self._jobs))))
+        texts = enumerate(map(self._echo, range(len(self.jobs))))
         return b"".join(self._template(i)(text) for i, text in texts if text)
 
     def _events(self, i: int, event: Delta | Done) -> bytes:
@@ -154,7 +138,7 @@ class _Answer(OpenAIAnswer):
         if not self._echoes_logprobs or i in self._echoed:
             return None
         self._echoed.add(i)
-        first = self._jobs[i - i % self._n]
+        first = self.jobs[i - i % self._n]
         found = first.answer.prompt_logprobs.found if first.answer.prompt_logprobs is not None else []
         return self._logprobs[i].of_prompt(first.prompt.tolist(), [each for each, _ in found])
 

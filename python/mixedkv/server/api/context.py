@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,9 +16,11 @@ from starlette.responses import JSONResponse, Response
 from mixedkv.engine import Chat, Job, RenderedChat
 from mixedkv.engine import Request as EngineRequest
 from mixedkv.ids import MAX_LENGTH, PATTERN
-from mixedkv.server.api.chat_completions import chat_completions
-from mixedkv.server.api.completions import completions
-from mixedkv.server.api.generation import context_tokens
+from mixedkv.server.api.chat_completions import ChatAnswer
+from mixedkv.server.api.chat_jobs import chat_jobs
+from mixedkv.server.api.completions import CompletionAnswer, completion_jobs
+from mixedkv.server.api.engine_request import context_tokens
+from mixedkv.server.api.openai_answer import OpenAIAnswer
 from mixedkv.server.api.rendering import chat_of, render
 from mixedkv.server.api.schemas import (
     ChatFields,
@@ -29,9 +30,9 @@ from mixedkv.server.api.schemas import (
     ContextRequest,
     WarmRequest,
 )
+from mixedkv.server.api.sse import generated
 from mixedkv.server.api_error import bad_request, prompt_error, session_error
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.packing import whole_body
 from mixedkv.server.pending import PendingRequest, or_disconnect
 from mixedkv.server.state import (
     ServerState,
@@ -65,7 +66,7 @@ async def create_context(body: ContextRequest, request: Request) -> Response:
     if full := await server.contexts.check_quota(owner):
         raise session_error(full)
     # before anything is kept, as it can fail
-    answer = {} if body.max_tokens is None else await _answer(body, request)
+    answer = {} if body.max_tokens is None else await _answer(request, server, body, owner)
     context = body.context if "ttl" in body.model_fields_set else _with_header_ttl(body.context, request)
     reference, seconds = server.contexts.new_kv_cache_ref(), server.settings.request_timeout
     job = await read_prompt(request, _context_job, server, context, owner, reference)
@@ -93,21 +94,24 @@ def _with_header_ttl(context: CreateContextCacheRequest, request: Request) -> Cr
     return context.model_copy(update={"ttl": int(given)})
 
 
-async def _answer(body: ContextRequest, request: Request) -> dict[str, Any]:
+async def _answer(request: Request, server: ServerState, body: ContextRequest, owner: str) -> dict[str, Any]:
     """Return `choices` and `usage` as the endpoints of answers have them."""
     fields = body.model_dump(include={"model", "max_tokens", "temperature", "seed"}, exclude_none=True)
     try:
         if body.messages is not None:
             messages = [message.model_dump(exclude_none=True) for message in body.messages]
             chat = ChatRequest.model_validate({**fields, "messages": messages})
-            response = await chat_completions(chat, request)
+            jobs = await read_prompt(request, chat_jobs, server, chat, owner)
+            answer: OpenAIAnswer = ChatAnswer(server, chat, jobs)
         else:
-            asked = CompletionRequest.model_validate({**fields, "prompt": body.prompt})
-            response = await completions(asked, request)
+            prompt = CompletionRequest.model_validate({**fields, "prompt": body.prompt})
+            jobs = await read_prompt(request, completion_jobs, server, prompt, owner)
+            answer = CompletionAnswer(server, prompt, jobs)
     except ValidationError as error:  # a message that can be kept but not answered
         places = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
         raise RequestValidationError(places) from None
-    whole = await in_thread(json.loads, await whole_body(response))
+    ends = await generated(request, answer)
+    whole = await server.pools.answers.run(owner, answer.whole, ends)
     return {"choices": whole["choices"], "usage": whole["usage"]}
 
 

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Message as Sent
 from starlette.types import Receive, Scope, Send
 
-from mixedkv.engine import Delta, Done, Job, RenderedChat
+from mixedkv.engine import Delta, Done, Job
 from mixedkv.server.api.rendering import template_message
 from mixedkv.server.api.schemas import ChatRequest, CompletionRequest, GenerationFields, Message
 from mixedkv.server.api.sse import SentAnswer, respond
@@ -30,11 +30,9 @@ class Turn:
 
     Attributes:
         job: the job of the turn's answer.
-        chat: the rendered chat, which tells how the answer is read, for a session of messages.
     """
 
     job: Job
-    chat: RenderedChat
 
     def __init__(self, server: ServerState, session: CacheSessionMetadata) -> None:
         self._server, self._session = server, session
@@ -101,7 +99,7 @@ class Turn:
     def _changes(self, text: str) -> dict[str, Any]:
         if self._session.messages is None:
             return {"prompt": (self._session.prompt or "") + self._prompt + text}
-        reader, before = self.chat.reader(), self._messages
+        reader, before = self.job.request.reader(), self._messages
         reader.feed(text, last=True)
         said = reader.answer.message
         if self._continues:  # the last message is the beginning of the answer
@@ -112,31 +110,12 @@ class Turn:
         return {"messages": [*self._session.messages, *before, ContextMessage.model_validate(said)]}
 
 
-async def respond_with(
-    turn: Turn | None,
-    body: GenerationFields,
-    request: Request,
-    server: ServerState,
-    jobs: Sequence[Job],
-    answer: SentAnswer,
-    *,
-    large: bool,
-) -> Response:
+async def respond_in(turn: Turn | None, request: Request, answer: SentAnswer) -> Response:
     """Answer as `respond` does, and append the turn to its session, if there is one."""
-    on_event = None
-    if turn is not None:
-        turn.job, on_event = jobs[0], turn.take
-    response = await respond(
-        request,
-        server,
-        jobs,
-        answer,
-        stream=body.stream is True,
-        large=large,
-        progress=bool(body.return_progress),
-        on_event=on_event,
-    )
-    return response if turn is None else turn.tell(response)
+    if turn is None:
+        return await respond(request, answer)
+    turn.job = answer.jobs[0]
+    return turn.tell(await respond(request, answer, turn.take))
 
 
 def check_version(body: GenerationFields, session: CacheSessionMetadata) -> None:

@@ -12,20 +12,14 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from starlette.responses import Response
 
 from mixedkv.engine import Constraint, Delta, Done, Job
-from mixedkv.images.picture import MARK, PromptImage
-from mixedkv.server.api.generation import (
-    PromptProgress,
-    cached_details,
-    constraint_of,
-    make_jobs,
-    slides,
-    timings,
-)
+from mixedkv.images.picture import MARK
+from mixedkv.server.api.engine_request import TokenizedPrompt, make_jobs
 from mixedkv.server.api.llama_settings import about_answer, prompt_text
 from mixedkv.server.api.logprobs import chat_logprobs, prompt_logprobs
 from mixedkv.server.api.rendering import image_files
 from mixedkv.server.api.schemas import MAX_CHOICES, GenerationFields, OnePrompt, PromptObject, as_prompts
 from mixedkv.server.api.sse import PING, SentAnswer, respond, sse
+from mixedkv.server.api.usage import PromptProgress, cached_details, timings
 from mixedkv.server.api_error import prompt_error
 from mixedkv.server.fields import Model, Name, Text, about
 from mixedkv.server.http.json_body import JSONRoute
@@ -63,6 +57,20 @@ class LlamaServerFields(GenerationFields):
         if self.cache_prompt is False:
             self.use_kv_cache = False
         return self
+
+    @property
+    def n_logprobs(self) -> int | None:
+        return self.n_probs or None
+
+    @property
+    def post_sampling(self) -> bool:
+        return bool(self.post_sampling_probs and self.n_probs)
+
+    @property
+    def answer_schema(self) -> Constraint | None:
+        if self.json_schema is None:
+            return None
+        return Constraint("json_schema", json.dumps(self.json_schema), "json_schema")
 
     @property
     def tells_prompt(self) -> bool:
@@ -117,15 +125,7 @@ async def _answer(
     owner = tenant(request)
     server = adapter_of(request, body.model, body.lora)
     jobs, texts = await read_prompt(request, _with_texts, server, jobs_of, body, owner)
-    return await respond(
-        request,
-        server,
-        jobs,
-        _Answer(server, jobs, texts, body, several=several),
-        stream=body.stream is True,
-        large=bool(body.n_probs) or body.prompt_logprobs is not None,
-        progress=bool(body.return_progress),
-    )
+    return await respond(request, _Answer(server, jobs, texts, body, several=several))
 
 
 def _with_texts(
@@ -139,34 +139,30 @@ def _with_texts(
 
 
 def _completion_jobs(server: ServerState, body: LlamaServerCompletion, owner: str) -> list[Job]:
-    images: list[PromptImage] = []
-    long = slides(server, body)
+    long = body.slides(server.settings.overflow)
     try:
-        prompts = [_tokens(server, prompt, images, long) for prompt in body.prompt]
+        prompts = [_tokenized(server, prompt, long) for prompt in body.prompt]
     except ValueError as error:
         raise prompt_error(error, "prompt") from error
-    return _jobs(server, body, prompts, owner, "prompt", images)
+    return make_jobs(server, body, prompts, owner)
 
 
-def _tokens(server: ServerState, prompt: Any, images: list[PromptImage], long: bool) -> list[int]:
-    """Return the tokens of one prompt, and add its images."""
+def _tokenized(server: ServerState, prompt: Any, long: bool) -> TokenizedPrompt:
     tokenizer = server.engine.tokenizer
-    if isinstance(prompt, PromptObject):
-        text = prompt.prompt_string
-        if not prompt.multimodal_data:
-            return tokenizer.prompt(text, long=long)
-        images += image_files(server, prompt.multimodal_data, "prompt.multimodal_data")
-        return tokenizer.with_images(text.replace(MEDIA_MARKER, MARK), images, start=True, long=long)
-    return (
-        tokenizer.mixed(prompt, long=long)
-        if isinstance(prompt, list)
-        else tokenizer.prompt(prompt, long=long)
-    )
+    if isinstance(prompt, PromptObject) and prompt.multimodal_data:
+        images = image_files(server, prompt.multimodal_data, "prompt.multimodal_data")
+        text = prompt.prompt_string.replace(MEDIA_MARKER, MARK)
+        tokens = tokenizer.with_images(text, images, start=True, long=long)
+        return TokenizedPrompt(tokens=tokens, images=images)
+    if isinstance(prompt, list):
+        return TokenizedPrompt(tokens=tokenizer.mixed(prompt, long=long))
+    text = prompt.prompt_string if isinstance(prompt, PromptObject) else prompt
+    return TokenizedPrompt(tokens=tokenizer.prompt(text, long=long))
 
 
 def _infill_jobs(server: ServerState, body: InfillRequest, owner: str) -> list[Job]:
     files = [(extra.filename or "tmp", extra.text) for extra in body.input_extra or ()]
-    n_ctx, most = server.engine.n_ctx, body.most_tokens()
+    n_ctx, most = server.engine.n_ctx, body.most_tokens
     room = n_ctx - 1 - (n_ctx // 4 if most is None else min(most, n_ctx // 2))
     try:
         tokens = server.engine.tokenizer.infill(
@@ -174,35 +170,7 @@ def _infill_jobs(server: ServerState, body: InfillRequest, owner: str) -> list[J
         )
     except ValueError as error:
         raise prompt_error(error, "input_prefix") from error
-    return _jobs(server, body, [tokens], owner, "input_prefix")
-
-
-def _jobs(
-    server: ServerState,
-    body: LlamaServerFields,
-    prompts: Sequence[Sequence[int]],
-    owner: str,
-    param: str,
-    images: Sequence[PromptImage] = (),
-) -> list[Job]:
-    return make_jobs(
-        server,
-        body,
-        prompts,
-        owner=owner,
-        max_tokens=body.most_tokens(),
-        constraint=constraint_of(body, _schema(body)),
-        n_logprobs=body.n_probs or None,
-        post_sampling=bool(body.post_sampling_probs and body.n_probs),
-        param=param,
-        images=images,
-    )
-
-
-def _schema(body: LlamaServerFields) -> Constraint | None:
-    if body.json_schema is None:
-        return None
-    return Constraint("json_schema", json.dumps(body.json_schema), "json_schema")
+    return make_jobs(server, body, [TokenizedPrompt(tokens=tokens, field="input_prefix")], owner)
 
 
 class _Answer(SentAnswer):
@@ -221,7 +189,14 @@ class _Answer(SentAnswer):
         *,
         several: bool,
     ) -> None:
-        self._model, self._jobs, self._texts = server.model_name, jobs, texts
+        super().__init__(
+            server,
+            jobs,
+            streams=body.stream is True,
+            progress=bool(body.return_progress),
+            large=bool(body.n_probs) or body.prompt_logprobs is not None,
+        )
+        self._texts = texts
         self._pieces, self._body, self._several = server.engine.detokenizer, body, several
         self._progress = PromptProgress(jobs[0], body.return_progress)
 
@@ -244,7 +219,7 @@ class _Answer(SentAnswer):
 
     def _timed(self, i: int) -> dict[str, Any]:
         """Return the field about speed where it is asked for."""
-        return {"timings": timings(self._jobs[i])} if self._body.timings_per_token else {}
+        return {"timings": timings(self.jobs[i])} if self._body.timings_per_token else {}
 
     def _piece(self, i: int, event: Delta | Done) -> dict[str, Any]:
         probabilities = {}
@@ -256,12 +231,12 @@ class _Answer(SentAnswer):
         return {"index": i, "content": event.text, "tokens": [], "stop": event.last, **probabilities}
 
     def _end(self, i: int, end: Done) -> dict[str, Any]:
-        job = self._jobs[i]
+        job = self.jobs[i]
         told = {
             **self._piece(i, end),
             "tokens": list(job.answer.tokens) if self._body.return_tokens and not self._body.stream else [],
-            "model": self._model,
-            **about_answer(job, end, self._texts[i], self._body.most_tokens()),
+            "model": self.server.model_name,
+            **about_answer(job, end, self._texts[i], self._body.most_tokens),
             "prompt_tokens_details": cached_details([job]),
             "timings": timings(job),
             **prompt_logprobs(self._pieces, job),

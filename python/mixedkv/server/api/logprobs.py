@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Protocol
 
-from mixedkv.engine import TokenLogprob
+from mixedkv.engine import Job, TokenLogprob
 from mixedkv.server.packing import Long
 
 _LOWEST = -9999.0  # JSON has no infinity

@@ -11,13 +11,13 @@ from fastapi import APIRouter, Request
 from pydantic import Field, model_validator
 from starlette.responses import JSONResponse, Response
 
-from mixedkv.engine import Delta, Done, Job, Part, RenderedChat
+from mixedkv.engine import Delta, Done, Job, Part
 from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import chat_tokens, translated, translated_jobs
-from mixedkv.server.api.generation import cached_details
 from mixedkv.server.api.rendering import choice_of
 from mixedkv.server.api.schemas import ChatRequest, TextImagesOrDocuments, TextOnly, TextOrDocuments
 from mixedkv.server.api.sse import SentAnswer, named_sse, respond
+from mixedkv.server.api.usage import cached_details
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.fields import (
     PREFIX_FOUND,
@@ -403,13 +403,12 @@ async def messages(body: MessagesRequest, request: Request) -> Response:
     owner = tenant(request)
     server = model_of(request, body.model)
     try:
-        jobs, chat = await read_prompt(request, translated_jobs, server, body.as_chat, owner)
+        jobs = await read_prompt(request, translated_jobs, server, body.as_chat, owner)
     except ApiError as error:
         if any(each.role == "assistant" for each in body.messages):
             _say_it_is_too_long(error)
         raise
-    answer = _Answer(server, body, jobs[0], chat)
-    return await respond(request, server, jobs, answer, stream=body.stream is True, large=chat.is_parsed)
+    return await respond(request, _Answer(server, body, jobs))
 
 
 @router.post("/v1/messages/count_tokens")
@@ -435,9 +434,10 @@ def _count(server: ServerState, body: CountRequest) -> int:
 class _Answer(SentAnswer):
     """Builds Anthropic's objects for an answer to one request: blocks of thoughts, text and calls."""
 
-    def __init__(self, server: ServerState, body: MessagesRequest, job: Job, chat: RenderedChat) -> None:
-        self._body, self._job = body, job
-        self._parts = chat.reader()
+    def __init__(self, server: ServerState, body: MessagesRequest, jobs: list[Job]) -> None:
+        self._body, (self._job,) = body, jobs
+        self._parts = self._job.request.reader()
+        super().__init__(server, jobs, streams=body.stream is True, large=self._parts.is_parsed)
         self._block = -1  # the open block
         self._kind: tuple[str, int] | None = None
         self._head = {"id": new_id("msg"), "type": "message", "role": "assistant", "model": server.model_name}

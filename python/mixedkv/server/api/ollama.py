@@ -16,16 +16,16 @@ from pydantic import AfterValidator, Field, model_validator
 from starlette.responses import JSONResponse, Response
 
 from mixedkv import __version__
-from mixedkv.engine import Delta, Done, Embedder, Job, RenderedChat
+from mixedkv.engine import Delta, Done, Embedder, Job
 from mixedkv.limits import INT32_MAX, RANGES
 from mixedkv.model.fingerprint import fingerprint
 from mixedkv.server.api.chat_jobs import translated, translated_jobs
 from mixedkv.server.api.completions import completion_jobs
 from mixedkv.server.api.embeddings import Vectors, checked_embedder, embed, input_tokens
-from mixedkv.server.api.generation import cached_details
 from mixedkv.server.api.logprobs import chat_logprobs
 from mixedkv.server.api.schemas import AnyChoice, CompletionRequest, EmbeddingRequest, Tool
 from mixedkv.server.api.sse import NDJSON, SentAnswer, json_line, respond
+from mixedkv.server.api.usage import cached_details
 from mixedkv.server.api_error import ApiError, bad_request
 from mixedkv.server.fields import (
     FLAG,
@@ -356,11 +356,8 @@ async def _answer(request: Request, body: OllamaChat | OllamaGenerate, is_empty:
     if (n_ctx := body.wanted.num_ctx) is not None and n_ctx > server.engine.n_ctx:
         why = f"the context has {server.engine.n_ctx} tokens; serve with --n-ctx {n_ctx}"
         request.app.state.said.ignored_option(request.url.path, "options.num_ctx", why)
-    jobs, rendered = await read_prompt(request, _jobs, server, body, owner)
-    answer = _Answer(server, body, jobs[0], rendered)
-    stream = body.stream is not False
-    large = rendered.is_parsed or bool(body.logprobs)
-    return await respond(request, server, jobs, answer, stream=stream, large=large, headers=NDJSON)
+    jobs = await read_prompt(request, _jobs, server, body, owner)
+    return await respond(request, _Answer(server, body, jobs))
 
 
 def _unload(request: Request, body: OllamaChat | OllamaGenerate) -> Response:
@@ -376,9 +373,7 @@ def without_answer(server: Described, body: OllamaChat | OllamaGenerate, reason:
     return JSONResponse({**whole, "done_reason": reason})
 
 
-def _jobs(
-    server: ServerState, body: OllamaChat | OllamaGenerate, owner: str
-) -> tuple[list[Job], RenderedChat]:
+def _jobs(server: ServerState, body: OllamaChat | OllamaGenerate, owner: str) -> list[Job]:
     raw = isinstance(body, OllamaGenerate) and (body.is_raw or not server.engine.tokenizer.renders)
     if isinstance(body, OllamaGenerate) and raw:  # a base model continues the prompt as it is
         if body.format or body.images or body.logprobs:
@@ -388,9 +383,7 @@ def _jobs(
                 "format",
             )
         fields = body.as_completion(server.engine.n_ctx)
-        return completion_jobs(server, translated(CompletionRequest, fields), owner, None), RenderedChat(
-            text=body.prompt
-        )
+        return completion_jobs(server, translated(CompletionRequest, fields), owner)
     return translated_jobs(server, body.as_chat, owner)
 
 
@@ -408,15 +401,13 @@ def _said(
 class _Answer(SentAnswer):
     """Builds Ollama's objects for the answer to one request. Calls come at the end, each whole."""
 
-    def __init__(
-        self,
-        server: ServerState,
-        body: OllamaChat | OllamaGenerate,
-        job: Job,
-        chat: RenderedChat,
-    ) -> None:
-        self._server, self._body, self._job = server, body, job
-        self._parts = chat.reader()
+    headers = NDJSON
+
+    def __init__(self, server: ServerState, body: OllamaChat | OllamaGenerate, jobs: list[Job]) -> None:
+        self._body, (self._job,) = body, jobs
+        self._parts = self._job.request.reader()
+        large = self._parts.is_parsed or bool(body.logprobs)
+        super().__init__(server, jobs, streams=body.stream is not False, large=large)
 
     def whole(self, ends: list[Done]) -> dict[str, Any]:
         (end,) = ends
@@ -451,7 +442,7 @@ class _Answer(SentAnswer):
         return json_line({"error": error.message})
 
     def _head(self) -> dict[str, Any]:
-        return {"model": self._server.model_name, "created_at": now()}
+        return {"model": self.server.model_name, "created_at": now()}
 
     def _calls(self) -> list[dict[str, Any]]:
         return [
@@ -462,7 +453,7 @@ class _Answer(SentAnswer):
     def _logprobs(self, event: Delta | Done) -> dict[str, Any]:
         if not (self._body.logprobs and event.logprobs):
             return {}
-        return {"logprobs": chat_logprobs(self._server.engine.detokenizer, event.logprobs)["content"]}
+        return {"logprobs": chat_logprobs(self.server.engine.detokenizer, event.logprobs)["content"]}
 
     def _reason(self, end: Done) -> str:
         """Return why the answer ended; calls are no reason in this API."""

@@ -13,10 +13,9 @@ from fastapi import APIRouter, Request
 from pydantic import Discriminator, Field, Tag, model_validator
 from starlette.responses import JSONResponse, Response
 
-from mixedkv.engine import Delta, Done, Job, Part, RenderedChat
+from mixedkv.engine import Delta, Done, Job, Part
 from mixedkv.ids import new_id
 from mixedkv.server.api.chat_jobs import translated_jobs
-from mixedkv.server.api.generation import PromptProgress, cached_details, timings
 from mixedkv.server.api.kept_responses import ResponseId, find, history, keep, will_keep
 from mixedkv.server.api.schemas import (
     Metadata,
@@ -27,6 +26,7 @@ from mixedkv.server.api.schemas import (
     TextPart,
 )
 from mixedkv.server.api.sse import PING, SentAnswer, named_sse, respond
+from mixedkv.server.api.usage import PromptProgress, cached_details, timings
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.fields import (
     LIST,
@@ -358,24 +358,15 @@ async def responses(body: ResponsesRequest, request: Request) -> Response:
     messages = [*before, *body.messages()]
     is_kept = await will_keep(server, owner, body.store, messages)
     as_chat = partial(body.as_chat, messages)
-    jobs, chat = await read_prompt(request, translated_jobs, server, as_chat, owner)
-    answer = _Answer(server, body, jobs[0], chat, is_kept)
+    jobs = await read_prompt(request, translated_jobs, server, as_chat, owner)
+    answer = _Answer(server, body, jobs, is_kept)
 
     async def on_event(event: Delta | Done) -> None:
         answer.read(event)
         if isinstance(event, Done):
             await keep(server, owner, answer.id, body.store, messages, answer.message, jobs[0])
 
-    return await respond(
-        request,
-        server,
-        jobs,
-        answer,
-        stream=body.stream is True,
-        large=chat.is_parsed or body.is_large,
-        progress=bool(body.return_progress),
-        on_event=on_event if is_kept else None,
-    )
+    return await respond(request, answer, on_event if is_kept else None)
 
 
 @router.get("/v1/responses/{response_id}")
@@ -489,16 +480,21 @@ _NAMES = {"reasoning": "reasoning_text", "message": "output_text", "function_cal
 class _Answer(SentAnswer):
     """Builds OpenAI's objects for the answer to one request: a list of items of thoughts, text and calls."""
 
-    def __init__(
-        self, server: ServerState, body: ResponsesRequest, job: Job, chat: RenderedChat, is_kept: bool
-    ) -> None:
-        self._body, self._job, self._sampling, self._is_kept = body, job, server.sampling, is_kept
-        self._parts = chat.reader()
+    def __init__(self, server: ServerState, body: ResponsesRequest, jobs: list[Job], is_kept: bool) -> None:
+        self._body, (self._job,), self._is_kept = body, jobs, is_kept
+        self._parts = self._job.request.reader()
+        super().__init__(
+            server,
+            jobs,
+            streams=body.stream is True,
+            progress=bool(body.return_progress),
+            large=self._parts.is_parsed or body.is_large,
+        )
         self._unsent: deque[list[Part]] = deque()  # events that have not been sent yet
         self._outputs: list[_Output] = []
         self._open: tuple[str, int] | None = None  # kind and index of the last output while it grows
         self._n_events = 0
-        self._progress = PromptProgress(job, body.return_progress)
+        self._progress = PromptProgress(self._job, body.return_progress)
         self.id = new_id("resp")
         self._head = {
             "id": self.id,
@@ -603,11 +599,13 @@ class _Answer(SentAnswer):
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": effort, "summary": None},
             "store": self._is_kept,
-            "temperature": self._sampling["temperature"] if body.temperature is None else body.temperature,
+            "temperature": self.server.sampling["temperature"]
+            if body.temperature is None
+            else body.temperature,
             "text": self._text(),
             "tool_choice": self._choice(),
             "tools": [{"strict": None, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()],
-            "top_p": self._sampling["top_p"] if body.top_p is None else body.top_p,
+            "top_p": self.server.sampling["top_p"] if body.top_p is None else body.top_p,
             "truncation": body.truncation or "disabled",
             "usage": self._usage() if end is not None else None,
             "user": None,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import (
     AfterValidator,
@@ -17,6 +18,7 @@ from pydantic import (
 )
 
 from mixedkv.chunks.chunk_reuse import Repair
+from mixedkv.engine import Constraint
 from mixedkv.images.picture import MARK
 from mixedkv.limits import INT32_MAX, SAMPLERS
 from mixedkv.prompts.overflow import Overflow
@@ -402,13 +404,50 @@ class GenerationFields(SamplingFields):
                 raise ValueError(f"{name} goes with session_id only")
         return self
 
+    default_tokens: ClassVar[int | None] = None  # of an answer; None for as many as fit
+
+    def slides(self, default: Overflow) -> bool:
+        """Return whether the middle of a prompt that does not fit the context is dropped."""
+        return (self.overflow or default) == "slide"
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """Number of the likeliest tokens to tell at each place; None for no log probabilities."""
+        return None
+
+    @property
+    def post_sampling(self) -> bool:
+        """True if log probabilities are of what the samplers left to draw from."""
+        return False
+
+    @property
+    def answer_schema(self) -> Constraint | None:
+        """The JSON Schema that the answer follows."""
+        return None
+
+    @property
+    def predicted_text(self) -> str:
+        """A text that the answer may contain."""
+        return ""
+
+    @property
+    def thought_budget(self) -> int | None:
+        """Tokens after which a thought is ended; None for the server's."""
+        return None
+
     @property
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def most_tokens(self, default: int | None = None) -> int | None:
-        """Return the maximum length of the answer, `default` where none is given; None for as many as fit."""
-        given = (self.n_predict, getattr(self, "max_completion_tokens", None), self.max_tokens, default)
+    @property
+    def most_tokens(self) -> int | None:
+        """The maximum length of the answer; None for as many as fit."""
+        given = (
+            self.n_predict,
+            getattr(self, "max_completion_tokens", None),
+            self.max_tokens,
+            self.default_tokens,
+        )
         found = next((n for n in given if n is not None), -1)
         return None if found < 0 else found
 
@@ -467,6 +506,29 @@ class ChatRequest(ChatFields, GenerationFields):
     @property
     def goes_on(self) -> bool:
         return self.session_id is None and self._ends_with_answer()
+
+    @property
+    def n_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def answer_schema(self) -> Constraint | None:
+        if self.json_schema is not None:
+            return Constraint("json_schema", json.dumps(self.json_schema), "json_schema")
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        schema = wanted.json_schema.schema_ if wanted.json_schema is not None else wanted.schema_
+        text = json.dumps({"type": "object"} if schema is None else schema)
+        return Constraint("json_schema", text, "response_format")
+
+    @property
+    def predicted_text(self) -> str:
+        return self.prediction.text if self.prediction is not None else ""
+
+    @property
+    def thought_budget(self) -> int | None:
+        return self.reasoning_budget_tokens
 
     @property
     def names_answers(self) -> bool:
@@ -540,6 +602,8 @@ def prompts_of(prompt: Prompt) -> list[str | list[int]]:
 
 
 class CompletionRequest(GenerationFields):
+    default_tokens: ClassVar[int | None] = 16  # OpenAI's
+
     prompt: Prompt
     logprobs: TopLogprobs | None = None
     echo: bool | None = None
@@ -555,6 +619,10 @@ class CompletionRequest(GenerationFields):
         if self.echo and self.logprobs is not None and self.session_id is not None:
             raise ValueError("echo with logprobs does not go with session_id: leave one out")
         return self
+
+    @property
+    def n_logprobs(self) -> int | None:
+        return self.logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:

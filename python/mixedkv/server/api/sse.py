@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from fastapi import Request
 from starlette.responses import Response
@@ -68,7 +68,27 @@ class Template:
 class SentAnswer:
     """An API's objects for one request: the parts of a stream, requested when there is an event or the stream
     has to begin, or one object at the end.
+
+    Args:
+        jobs: one for each answer.
+        streams: the answers are sent while they are generated.
+        progress: the stream tells how far the prompt is, so it begins at once.
+        large: the object at the end may take more than a millisecond or two to make and to encode.
     """
+
+    headers: ClassVar[Headers] = EVENTS  # of a stream
+
+    def __init__(
+        self,
+        server: ServerState,
+        jobs: Sequence[Job],
+        *,
+        streams: bool,
+        progress: bool = False,
+        large: bool = False,
+    ) -> None:
+        self.server, self.jobs = server, list(jobs)
+        self.streams, self.progress, self.large = streams, progress, large
 
     def whole(self, ends: list[Done]) -> dict[str, Any] | list[dict[str, Any]]:
         raise NotImplementedError
@@ -101,8 +121,6 @@ class EventStream(Response):
     Args:
         aside: runs a function off the event loop, in turns of tenants.
         interval: seconds without an event after which `idle` is sent.
-        at_once: do not wait for the first event.
-        headers: headers of the answer.
     """
 
     def __init__(
@@ -112,12 +130,10 @@ class EventStream(Response):
         *,
         aside: Aside,
         interval: float,
-        at_once: bool = False,
-        headers: Headers = EVENTS,
     ) -> None:
         self.status_code, self.background = 200, None
         self._pending, self._answer, self._aside = pending, answer, aside
-        self._interval, self._at_once, self.raw_headers = interval, at_once, list(headers)
+        self._interval, self.raw_headers = interval, list(answer.headers)
         self._begin: tuple[int, Delta | Done] | None = None
 
     async def begin(self, request: Any) -> EventStream:
@@ -129,7 +145,7 @@ class EventStream(Response):
         self._pending.__enter__()
         try:
             self._pending.tick_every(self._interval)
-            if not self._at_once:
+            if not self._answer.progress:
                 self._begin = await or_disconnect(request, self._pending.next())
         except BaseException:
             self._pending.__exit__()
@@ -190,41 +206,38 @@ def _is_short(jobs: Sequence[Job], ends: Sequence[Done]) -> bool:
     return n_logprobs <= _FEW_LOGPROBS and sum(len(end.text) for end in ends) <= _SHORT_TEXT
 
 
-async def respond(
-    request: Request,
-    server: ServerState,
-    jobs: Sequence[Job],
-    answer: SentAnswer,
-    *,
-    stream: bool,
-    large: bool,
-    progress: bool = False,
-    on_event: OnEvent | None = None,
-    headers: Headers = EVENTS,
-) -> Response:
-    """Run the jobs and answer. A `large` object is built and encoded off the event loop.
-
-    Args:
-        progress: the stream reports the progress of the prompt, so it begins at once.
-        headers: headers of a stream.
+async def respond(request: Request, answer: SentAnswer, on_event: OnEvent | None = None) -> Response:
+    """Run the jobs and answer. A large object is built and encoded off the event loop.
 
     Raises:
         ApiError: as `PendingRequest`, before anything was sent.
     """
-    pending = PendingRequest(
-        server.engine, jobs, server.settings.request_timeout, time_left(request), on_event
-    )
-    request.scope[ENDING].then(pending.end)
-    if stream:
-        interval = _PROGRESS if progress else _PING
-        aside = partial(server.pools.answers.run, tenant(request))
-        events = EventStream(
-            pending, answer, aside=aside, interval=interval, at_once=progress, headers=headers
-        )
-        return await events.begin(request)
-    with pending:
-        ends = await or_disconnect(request, pending.done())
+    if answer.streams:
+        aside = partial(answer.server.pools.answers.run, tenant(request))
+        interval = _PROGRESS if answer.progress else _PING
+        pending = _pending(request, answer, on_event)
+        return await EventStream(pending, answer, aside=aside, interval=interval).begin(request)
+    ends = await generated(request, answer, on_event)
     make = partial(answer.whole, ends)
-    if large and not _is_short(jobs, ends):
-        return await packed_answer(request, server, make)
+    if answer.large and not _is_short(answer.jobs, ends):
+        return await packed_answer(request, answer.server, make)
     return Response(encode_text(make()), media_type="application/json")
+
+
+async def generated(request: Request, answer: SentAnswer, on_event: OnEvent | None = None) -> list[Done]:
+    """Run the jobs of an answer and return how they ended.
+
+    Raises:
+        ApiError: as `PendingRequest`.
+        Disconnected: the client disconnected.
+    """
+    with _pending(request, answer, on_event) as pending:
+        return await or_disconnect(request, pending.done())
+
+
+def _pending(request: Request, answer: SentAnswer, on_event: OnEvent | None) -> PendingRequest:
+    server = answer.server
+    seconds = server.settings.request_timeout
+    pending = PendingRequest(server.engine, answer.jobs, seconds, time_left(request), on_event)
+    request.scope[ENDING].then(pending.end)
+    return pending
