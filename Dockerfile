@@ -1,6 +1,6 @@
 # `mixedkv serve` for any processor of the platform. Mount a model, and a volume for kept KV. For this machine alone, without keys:
 #   docker build -t mixedkv .
-#   docker run -p 127.0.0.1:8000:8000 -v ./model.gguf:/models/model.gguf:ro -v kv:/kv mixedkv serve --allow-no-keys
+#   docker run --stop-timeout 100 -p 127.0.0.1:8000:8000 -v ./model.gguf:/models/model.gguf:ro -v kv:/kv mixedkv serve --allow-no-keys
 FROM python:3.12-slim-bookworm AS build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ git && rm -rf /var/lib/apt/lists/*
 WORKDIR /source

@@ -1,4 +1,6 @@
-"""Prometheus metrics, named close to those of vLLM (`vllm:`) and llama.cpp's server (`llamacpp:`)."""
+"""Prometheus metrics, named as those of vLLM (`vllm:`) and llama.cpp's server (`llamacpp:`), but with an
+underscore: Prometheus keeps colons for recording rules.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from mixedkv.engine import Observer, Progress
 from mixedkv.errors import NotFiniteError
@@ -18,6 +27,7 @@ SECONDS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 60, 120, 300, 
 _STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 _RATE_WINDOW = 10.0  # seconds over which tokens per second are averaged
 WINDOW = 1000  # number of latest requests to remember
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter, which says when the process began
 
 
 class Metrics(Observer):
@@ -31,13 +41,13 @@ class Metrics(Observer):
         self.registry = CollectorRegistry()
 
         def count(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"mixedkv:{name}", text, labels, registry=self.registry)
+            return Counter(f"mixedkv_{name}", text, labels, registry=self.registry)
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"mixedkv:{name}", text, labels, registry=self.registry)
+            return Gauge(f"mixedkv_{name}", text, labels, registry=self.registry)
 
         def seconds(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            return Histogram(f"mixedkv:{name}", text, buckets=buckets, registry=self.registry)
+            return Histogram(f"mixedkv_{name}", text, buckets=buckets, registry=self.registry)
 
         self.running = gauge("num_requests_running", "Answers that are being generated.")
         self.waiting = gauge("num_requests_waiting", "Requests that wait for a place.")
@@ -298,7 +308,7 @@ class Metrics(Observer):
 def http_counter(registry: CollectorRegistry) -> Counter:
     """Return the counter of answers."""
     labels = ["path", "status"]
-    return Counter("mixedkv:http_requests", "HTTP requests by path and status.", labels, registry=registry)
+    return Counter("mixedkv_http_requests", "HTTP requests by path and status.", labels, registry=registry)
 
 
 def _sum(parts: Sequence[dict[str, Any]], name: str) -> float:

@@ -221,7 +221,10 @@ class QueueRoom:
         most = self._limits(tenant).running or scheduler.parallel
         free = max(0, min(scheduler.parallel - len(scheduler.running), most - running))
         if n > max(self._most_queued(tenant) + free - waiting, 0 if waiting or running else 1):
-            raise QueueFullError(f"{waiting} requests wait already")
+            name = "max_queue" if self._limits(tenant).queued is None else "queued"
+            raise QueueFullError(
+                f"{waiting} requests wait already, and the limit is {name}={self._most_queued(tenant)}"
+            )
 
     def _most_queued(self, tenant: str) -> int:
         queued = self._limits(tenant).queued

@@ -35,6 +35,11 @@ _TYPES = {
 }
 
 
+_RETRY_SECONDS = (
+    "5"  # where nothing better is known: a restart takes longer, another replica is there at once
+)
+
+
 class ApiError(Exception):
     """A request that is answered with an error.
 
@@ -60,7 +65,8 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers, self.kind, self.numbers = dict(headers or {}), kind, dict(numbers or {})
+        waits = {"Retry-After": _RETRY_SECONDS} if status == 503 else {}
+        self.headers, self.kind, self.numbers = {**waits, **(headers or {})}, kind, dict(numbers or {})
 
     @property
     def _type(self) -> str:

@@ -76,7 +76,7 @@ class HTTPServer(uvicorn.Server):
                 timeout_graceful_shutdown=int(settings.drain_timeout + 2 * _LAST_SECONDS) + 1,
             )
         )
-        self._served, self._tls = served, tls
+        self._served, self._tls, self._signal = served, tls, ""
         self._places = Places(_allow_connections(settings.max_connections, 2 if settings.routed else 1))
 
     def _enter(self, **uvicorns: Any) -> Entrance:
@@ -111,6 +111,7 @@ class HTTPServer(uvicorn.Server):
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Stop the server. A second signal changes nothing, as `drain_timeout` limits the remaining time."""
         if not self.should_exit:
+            self._signal = signal.Signals(sig).name
             stuck = self._served.stuck_seconds  # then nothing ends, however long it may take
             end_within(_LAST_SECONDS if stuck else self._served.settings.drain_timeout + _LONGEST_END)
         self.should_exit = True
@@ -119,6 +120,12 @@ class HTTPServer(uvicorn.Server):
         self._served.ready = False
         seconds = self._served.settings.drain_timeout
         end = time.monotonic() + seconds
+        log.info(  # not in the signal's handler, which may interrupt a line of the log
+            "%s: shutting down, %d requests at work have up to %g s, new ones are refused",
+            self._signal or "stopped",
+            len(self.server_state.tasks),
+            seconds,
+        )
         if not await self._served.drain(seconds):
             log.warning("requests were cut off after %g seconds", seconds)
         # a client that does not take its answer delays nobody

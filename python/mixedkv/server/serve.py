@@ -63,7 +63,7 @@ def serve(settings: ServerSettings) -> None:
         ValueError, OSError: a file, address or store cannot be opened; the message says which.
     """
     remember_hangups()
-    logs.install()
+    logs.install(settings.log_format)
     sys.setswitchinterval(_SWITCH_SECONDS)
     keys = Keys.of(settings.api_key_file, settings.api_key)
     lines = read_warm_file(settings.warm, keys) if settings.warm else []
@@ -74,8 +74,9 @@ def serve(settings: ServerSettings) -> None:
         app, served, models = serving(settings, keys, lines, stack)
         stack.enter_context(reloading_at_hangup(lambda: _reload(keys, tls, served.reload)))
         gc.freeze()  # these objects stay: collecting garbage among them takes 50 ms, and all streams wait
-        _announce(models, url(listening, tls is not None))
+        _announce(models, url(listening, tls is not None), settings.log_format)
         HTTPServer(app, served, tls).run(sockets=[listening])
+    log.info("shut down: KV is stored, and all files are closed")
 
 
 def _serve_here(
@@ -214,7 +215,7 @@ def _leave(*_: Any) -> None:
     raise SystemExit(0)
 
 
-def _announce(models: Sequence[Described], where: str) -> None:
+def _announce(models: Sequence[Described], where: str, form: logs.LogFormat) -> None:
     for each in reversed(models):
         what = (
             f"kv {each.kv}, {each.facts['n_ctx']} tokens, {each.parallel or each.settings.parallel} at a time"
@@ -230,4 +231,8 @@ def _announce(models: Sequence[Described], where: str) -> None:
         if not each.loaded:
             what += ", loaded on demand"
         at = f" on {where}" if each is models[0] else ""
-        print(f"mixedkv serves {each.model_name} ({what}){at}", file=sys.stderr, flush=True)
+        line = f"mixedkv serves {each.model_name} ({what}){at}"
+        if form == "json":
+            log.info("%s", line)
+        else:  # what a person waits for, and tests and scripts look for, begins a line
+            print(line, file=sys.stderr, flush=True)

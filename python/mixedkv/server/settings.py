@@ -18,6 +18,7 @@ from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS
 from mixedkv.prompts.content_marks import ContentTokens
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.server.fields import SamplingFields, check_variables
+from mixedkv.server.logs import LogFormat
 from mixedkv.sessions.metadata import beside
 from mixedkv.sizes import parse_duration, parse_size
 from mixedkv.start.sequences import Reuse
@@ -132,7 +133,7 @@ class ServerSettings(DoorSettings):
         "network": "host port root_path tls_cert tls_key allow",
         "keys and sessions": "api_key_file api_key metrics_key_file allow_no_keys metadata_url",
         "limits": "max_queue request_timeout read_timeout drain_timeout max_body_mb max_connections",
-        "operation": "kv_events restart_when_stuck access_log verbose",
+        "operation": "kv_events restart_when_stuck access_log log_format verbose",
     }
     IDLE: ClassVar[str] = "idle_prefixes"
 
@@ -333,7 +334,14 @@ class ServerSettings(DoorSettings):
         "end the process when the engine is stuck or the model's file has changed, for a supervisor to start "
         "it again",
     )
-    access_log: bool = option(False, "log a line for each answer: id, route, status, bytes, seconds")
+    access_log: bool = option(
+        False,
+        "log a line for each answer: id, route, status, bytes, seconds (but none for a health check or "
+        "/metrics that is answered with 200)",
+    )
+    log_format: LogFormat = option(
+        "text", "text: lines to read; json: an object on each line, for a log collector", "HOW"
+    )
     verbose: bool = option(False, "show llama.cpp's log")
 
     @field_validator("allow")

@@ -322,7 +322,10 @@ class ContextCacheManager:
 
     async def _over_quota(self, tenant: str, held: Held | None = None) -> ErrorResponse:
         held, quota = held or await self.held(tenant), self._quota(tenant)
-        most = f", at most {quota.sessions} and {quota.nbytes} bytes are kept" if quota is not None else ""
+        limits = (
+            f"sessions={quota.sessions} and session_mb={quota.nbytes / 1e6:g}" if quota is not None else ""
+        )
+        most = f", and the limit is {limits}" if limits else ""
         return ErrorResponse(
             detail=f"{held.sessions} sessions of {held.nbytes} bytes are here{most}: delete some, or wait "
             f"until some expire",

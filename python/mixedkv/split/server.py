@@ -169,6 +169,9 @@ async def _serve(
         name = Path(settings.body).name
         print(f"mixedkv split: serving {name} on {settings.host}:{port}", file=sys.stderr)
         await over.wait()
+        print(
+            f"mixedkv split: shutting down, sessions have up to {settings.drain_timeout:g} s", file=sys.stderr
+        )
         ignore_ends()  # what is kept is written after this, which a second signal must not cut off
         await server.stop(settings.drain_timeout)
 

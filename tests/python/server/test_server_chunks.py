@@ -76,11 +76,11 @@ def test_passages_are_labelled_checked_and_one_tenants(tmp_path: Path) -> None:
         assert exact["cached_exact"] is True
         assert "approximate_cached_tokens" not in exact
         assert text == cold
-        wait_for(lambda: "mixedkv:chunk_checks_total 1.0" in server.metrics(key=ANNA))
+        wait_for(lambda: "mixedkv_chunk_checks_total 1.0" in server.metrics(key=ANNA))
         chunks, metrics = server.stats(ANNA)["store"]["chunks"], server.metrics(key=ANNA)
         assert (chunks["checked"], chunks["off"]) == (1, "")
-        assert "mixedkv:chunk_reuse_off 0.0" in metrics
-        assert f"mixedkv:approximate_cache_hits_total {found['approximate_cached_tokens']}.0" in metrics
+        assert "mixedkv_chunk_reuse_off 0.0" in metrics
+        assert f"mixedkv_approximate_cache_hits_total {found['approximate_cached_tokens']}.0" in metrics
 
 
 @pytest.mark.parametrize(

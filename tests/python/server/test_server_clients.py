@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -73,6 +74,7 @@ def test_a_full_queue_is_a_rate_limit_error(server: Server, busy: openai.Stream[
     assert statuses == [429]
     assert caught.value.code == "queue_full"
     assert int(caught.value.response.headers["retry-after"]) >= 1
+    assert re.search(r"\d+ requests wait already, and the limit is max_queue=\d+", caught.value.message)
 
 
 def test_a_wrong_key_is_an_authentication_error(tmp_path: Path) -> None:

@@ -284,7 +284,7 @@ def metrics(server: Server, *names: str) -> list[float]:
     """Counters as they were at one moment."""
     text = server.metrics().splitlines()
     return [
-        sum(float(line.split()[-1]) for line in text if line.startswith(f"mixedkv:{name}")) for name in names
+        sum(float(line.split()[-1]) for line in text if line.startswith(f"mixedkv_{name}")) for name in names
     ]
 
 
@@ -394,6 +394,7 @@ def test_when_too_many_wait() -> None:
             status, answer, headers = server.request("POST", "/v1/embeddings", {"input": "a"})
             assert (status, answer["error"]["code"]) == (429, "queue_full")
             assert int(headers["retry-after"]) >= 1
+            assert "the limit is parallel + max_queue=1" in answer["error"]["message"]
         wait_for(lambda: metric(server, "num_embedding_requests") == 0)
         assert len(vectors_of(server, "a")) == 1
 
@@ -412,8 +413,9 @@ def test_a_shutdown_does_not_wait_for_a_list() -> None:
         wait_for(lambda: metric(server, "num_embedding_requests") == 1)
         assert server.stop(signal.SIGTERM) == 0
         thread.join()
-        status, answer, _ = results[0]
+        status, answer, headers = results[0]
         assert (status, answer["error"]["code"]) == (503, "shutting_down")
+        assert int(headers["retry-after"]) >= 1
         assert "Traceback" not in server.log
 
 

@@ -153,9 +153,9 @@ def test_a_server_tells_routers_what_it_holds() -> None:
                         heard.hear(event)
         text = server.metrics()
         for line in (
-            "mixedkv:num_requests_waiting 0.0",
-            "mixedkv:kv_cache_running_perc 0.0",
-            'mixedkv:lora_requests_info{max_lora="0",running_lora_adapters="",waiting_lora_adapters=""} 1',
+            "mixedkv_num_requests_waiting 0.0",
+            "mixedkv_kv_cache_running_perc 0.0",
+            'mixedkv_lora_requests_info{max_lora="0",running_lora_adapters="",waiting_lora_adapters=""} 1',
         ):
             assert line in text
 

@@ -71,7 +71,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def generated(server: Server) -> Counter[str]:
     """Tokens of each tenant's answers at one moment, whatever has been read of them."""
-    line = r'^mixedkv:tenant_generation_tokens_total{tenant="(\w+)"} (\S+)$'
+    line = r'^mixedkv_tenant_generation_tokens_total{tenant="(\w+)"} (\S+)$'
     found = re.findall(line, server.metrics(METRICS), re.M)
     return Counter({tenant: int(float(n)) for tenant, n in found})
 

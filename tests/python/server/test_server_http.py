@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from mixedkv import __version__
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.server.http_server import listen
 from mixedkv.server.settings import ServerSettings
@@ -265,10 +266,12 @@ def test_unknown_paths_and_methods(server: Server) -> None:
 
 def test_health_metrics_and_stats(server: Server, client: openai.OpenAI) -> None:
     ask(client, 8)
-    assert server.status("GET", "/health") == server.status("GET", "/ready") == 200
+    assert server.status("GET", "/ready") == 200
+    about = {"status": "ok", "version": __version__, "model": MODEL}
+    assert server.request("GET", "/health")[:2] == (200, about)
     metrics = server.metrics()
     for name in ("num_requests_running", "time_to_first_token_seconds_bucket", "prefix_cache_hits_total"):
-        assert f"mixedkv:{name}" in metrics
+        assert f"mixedkv_{name}" in metrics
     stats = server.wait_until_idle()
     assert stats["sequences"]
     assert stats["layers"]

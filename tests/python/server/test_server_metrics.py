@@ -26,7 +26,7 @@ def test_tenants_series_need_the_metrics_key(tmp_path: Path) -> None:
             status, answer, _ = server.request("GET", "/metrics", key=key)
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key")
         text = server.metrics(key=METRICS)
-        assert 'mixedkv:tenant_generation_tokens_total{tenant="anna"} 5.0' in text
+        assert 'mixedkv_tenant_generation_tokens_total{tenant="anna"} 5.0' in text
         assert "ben" not in text  # who has done nothing
         assert server.status("GET", "/v1/stats", key=METRICS) == 401
 

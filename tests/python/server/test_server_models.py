@@ -180,7 +180,7 @@ def test_kv_is_shared_with_nobody(server: Server) -> None:
 def test_the_metrics_name_adapters_that_answer(server: Server) -> None:
     def shown(running: str) -> bool:
         labels = f'{{max_lora="2",model="base",running_lora_adapters="{running}",waiting_lora_adapters=""}}'
-        return f"mixedkv:lora_requests_info{labels}" in server.metrics()
+        return f"mixedkv_lora_requests_info{labels}" in server.metrics()
 
     seen = threading.Event()
 
@@ -218,7 +218,7 @@ def test_gauges_are_of_each_model(server: Server) -> None:
     text = server.metrics()
 
     def gauge(name: str, model: str, label: str) -> float:
-        found = re.search(rf'^mixedkv:{name}{{model="{model}",{label}}} (.*)$', text, re.M)
+        found = re.search(rf'^mixedkv_{name}{{model="{model}",{label}}} (.*)$', text, re.M)
         assert found
         return float(found[1])
 

@@ -58,7 +58,7 @@ def test_a_chat_goes_on_and_evaluates_what_is_new(server: Server) -> None:
         if n:
             assert details["cached_tokens"] == 0
             assert not details["cached_exact"]
-    counted = re.search(r"^mixedkv:dropped_tokens_total (.*)$", server.metrics(), re.M)
+    counted = re.search(r"^mixedkv_dropped_tokens_total (.*)$", server.metrics(), re.M)
     assert counted
     assert float(counted[1]) >= sum(dropped)
     assert server.stats()["recent"][0]["dropped_tokens"] == dropped[-1]

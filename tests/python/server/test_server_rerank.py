@@ -151,7 +151,7 @@ def test_a_model_that_ranks_does_nothing_else(server: Server, model: Gguf) -> No
 def test_it_is_counted_as_embeddings_are(server: Server) -> None:
     def inputs() -> float:
         lines = server.metrics().splitlines()
-        name = "mixedkv:embedding_inputs_total"
+        name = "mixedkv_embedding_inputs_total"
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
     before = inputs()

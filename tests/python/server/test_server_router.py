@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from mixedkv import __version__
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from support.adapters import write_adapter
@@ -134,7 +135,10 @@ def test_the_first_request_starts_a_process(server: Server) -> None:
     assert {server.status("GET", path) for path in ("/ready", "/health", "/stats", "/", "/api/tags")} == {200}
     assert server.status("GET", "/v1/models/third") == 404
     assert server.status("GET", "/v1/nothing") == 404
-    assert server.request("GET", "/v1/stats?model=two")[1]["error"]["code"] == "model_not_loaded"
+    status, answer, headers = server.request("GET", "/v1/stats?model=two")
+    assert (status, answer["error"]["code"]) == (503, "model_not_loaded")
+    assert int(headers["retry-after"]) >= 1
+    assert server.request("GET", "/health")[1]["version"] == __version__
     assert children(server.process.pid) == []
     answers = {name: ask(server, name, logprobs=1) for name in ("one", "odd", "two")}
     assert {name: answer["model"] for name, answer in answers.items()} == {name: name for name in answers}
@@ -200,8 +204,8 @@ def test_a_process_that_hangs_leaves_the_others(server: Server) -> None:
             assert waits.result()["model"] == "one"
     finally:
         os.kill(hung, signal.SIGCONT)
-    assert 'mixedkv:generation_tokens_total{model="two"}' in text
-    assert 'mixedkv:generation_tokens_total{model="one"}' not in text
+    assert 'mixedkv_generation_tokens_total{model="two"}' in text
+    assert 'mixedkv_generation_tokens_total{model="one"}' not in text
 
 
 @pytest.mark.core
@@ -209,12 +213,12 @@ def test_the_metrics_are_of_all(server: Server) -> None:
     for name in ("one", "two"):
         ask(server, name, max_tokens=2)
     text = server.request("GET", "/metrics")[1]
-    assert "mixedkv:models_loaded 2.0" in text
+    assert "mixedkv_models_loaded 2.0" in text
     for name in ("one", "two"):
-        assert f'mixedkv:generation_tokens_total{{model="{name}"}} ' in text
-        assert count(server, "mixedkv:model_loads_total", name) >= 1
-    assert 'mixedkv:http_requests_total{path="/v1/completions",status="200"}' in text
-    assert text.count("# TYPE mixedkv:http_requests_total ") == 1
+        assert f'mixedkv_generation_tokens_total{{model="{name}"}} ' in text
+        assert count(server, "mixedkv_model_loads_total", name) >= 1
+    assert 'mixedkv_http_requests_total{path="/v1/completions",status="200"}' in text
+    assert text.count("# TYPE mixedkv_http_requests_total ") == 1
 
 
 def test_sessions_are_found_behind_any_process(server: Server) -> None:
@@ -230,12 +234,12 @@ def test_sessions_are_found_behind_any_process(server: Server) -> None:
 def test_many_at_once_start_it_once(server: Server) -> None:
     unload(server, "one", "two")
     wait_for(lambda: not loaded(server))
-    n = {name: count(server, "mixedkv:model_loads_total", name) for name in ("one", "two")}
+    n = {name: count(server, "mixedkv_model_loads_total", name) for name in ("one", "two")}
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(lambda i: ask(server, ("one", "two")[i % 2], max_tokens=2), range(8)))
     assert {each["model"] for each in answers} == {"one", "two"}
     for name, before in n.items():
-        assert count(server, "mixedkv:model_loads_total", name) - before == 1
+        assert count(server, "mixedkv_model_loads_total", name) - before == 1
 
 
 def test_an_answer_under_way_is_not_cut_off(server: Server) -> None:
@@ -280,7 +284,7 @@ def test_the_least_recently_used_one_leaves(options: list[str]) -> None:
             answers = list(pool.map(lambda name: ask(server, name, max_tokens=4), names))
         assert [each["model"] for each in answers] == names
         assert len(children(server.process.pid)) == 1
-        assert "mixedkv:models_loaded 1.0" in server.request("GET", "/metrics")[1]
+        assert "mixedkv_models_loaded 1.0" in server.request("GET", "/metrics")[1]
         assert server.stop() == 0
 
 
@@ -331,8 +335,9 @@ def test_a_model_that_cannot_be_loaded_says_why_and_rests(files: dict[str, Path]
     with running("-m", str(files["two"]), "-m", str(path), *SMALL) as server:
         path.write_bytes(b"GGUF")
         for _ in range(3):
-            status, answer, _ = server.request("POST", TEXT, {"model": "some", "prompt": "a"})
+            status, answer, headers = server.request("POST", TEXT, {"model": "some", "prompt": "a"})
             assert (status, answer["error"]["code"]) == (503, "model_not_loaded")
+            assert 1 <= int(headers["retry-after"]) <= 60
             assert "'some' could not be loaded" in answer["error"]["message"]
             assert "some.gguf" in answer["error"]["message"]
             assert str(tmp_path) not in answer["error"]["message"]

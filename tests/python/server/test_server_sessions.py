@@ -34,6 +34,8 @@ def test_a_tenant_has_so_many_sessions_and_sees_its_own(tmp_path: Path) -> None:
             status, answer = create(server, key)
             assert (status, answer["error"]["code"]) == (429, "session_quota")
             assert "delete some" in answer["error"]["message"]
+            limit = "sessions=2 and session_mb=100" if key == ANNA else "sessions=1000 and session_mb=0"
+            assert f"the limit is {limit}" in answer["error"]["message"]
         mine = server.request("GET", "/v1/context?limit=1", key=ANNA)[1]
         assert [item["session_id"] for item in mine["data"]] == ["s0"]
         assert (mine["has_more"], mine["sessions"], mine["max_sessions"]) == (True, 2, 2)
@@ -44,7 +46,7 @@ def test_a_tenant_has_so_many_sessions_and_sees_its_own(tmp_path: Path) -> None:
         assert (theirs["data"], theirs["sessions"], theirs["max_bytes"]) == ([], 0, 0)
         assert server.status("GET", "/v1/context?limit=0", key=ANNA) == 400
         assert server.status("GET", "/v1/context") == 401
-        wait_for(lambda: "mixedkv:sessions 2.0" in server.metrics(key="metrics-key-0123456789"))
+        wait_for(lambda: "mixedkv_sessions 2.0" in server.metrics(key="metrics-key-0123456789"))
         assert server.status("DELETE", "/v1/context/s0", key=ANNA) == 200
         assert create(server, ANNA)[0] == 201
 

@@ -60,7 +60,7 @@ def test_an_answer_with_drafts_is_told_apart_by_its_usage_only(server: Server) -
     text = server.metrics()
     names = ("draft", "accepted")
     counted = [
-        re.search(rf"^mixedkv:spec_decode_num_{name}_tokens_total (\S+)", text, re.M) for name in names
+        re.search(rf"^mixedkv_spec_decode_num_{name}_tokens_total (\S+)", text, re.M) for name in names
     ]
     assert [float(match[1]) for match in counted if match] == [now["drafted_tokens"], now["accepted_tokens"]]
 

@@ -11,7 +11,7 @@ import pytest
 from support.server_support import Server, key_file, running
 
 KEY = "anna-key-0123456789"
-OPEN = {"/", "/stats", "/page/{name}", "/health", "/ready", "/metrics", "/openapi.json"}
+OPEN = {"/", "/stats", "/docs", "/page/{name}", "/health", "/ready", "/metrics", "/openapi.json"}
 BODIES: list[bytes] = [b"", b"{", b"[]", b'{"prompt": 5, "what": 1}', b"{" + b" " * 100_000]
 
 

@@ -80,7 +80,7 @@ class Server:
         return self
 
     def _is_ready(self) -> bool:
-        if found := re.search(r" on (https?)://.*:(\d+)$", self.log, re.M):
+        if found := re.search(r' on (https?)://[^"\s]*:(\d+)(?:$|"})', self.log, re.M):
             self.scheme, self.port = found[1], int(found[2])
         return bool(self.port) and self.status("GET", "/ready") == 200
 
@@ -142,7 +142,7 @@ class Server:
             nonlocal text
             status, text, _ = self.request("GET", "/metrics", key=key)
             assert status == 200, text
-            made = re.search(r"^mixedkv:lora_requests_info{.*} (.*)$", text, re.M)
+            made = re.search(r"^mixedkv_lora_requests_info{.*} (.*)$", text, re.M)
             return made is not None and float(made[1]) >= began
 
         wait_for(is_new)

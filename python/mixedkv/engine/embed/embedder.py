@@ -131,7 +131,10 @@ class Embedder:
         if limits.queued is not None:
             most = max(1, limits.queued + (limits.running or 0))
         if n >= most:
-            raise QueueFullError(f"{n} requests for embeddings wait already")
+            limit = "parallel + max_queue" if limits.queued is None else "running + queued"
+            raise QueueFullError(
+                f"{n} requests for embeddings are here already, and the limit is {limit}={most}"
+            )
 
     async def embed(self, inputs: Sequence[Sequence[int]], tenant: str = "") -> Vectors:
         """Return vectors of length 1, [len(inputs), n_embd]. After a cancellation no further input is begun.

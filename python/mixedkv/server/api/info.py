@@ -14,6 +14,7 @@ from fastapi import Path as InPath
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
+from mixedkv import __version__
 from mixedkv.doors.keys import MetricsKey
 from mixedkv.errors import ModelChangedError
 from mixedkv.ids import MAX_LENGTH, PATTERN
@@ -76,8 +77,10 @@ async def health(request: Request) -> Response:
         if not engine.alive:
             raise ApiError(503, "the engine has stopped", code="engine_stopped")
     _check_steps(server_state(request))
-    n = sum(engine.not_finite.n for engine in server_state(request).engines)
-    return JSONResponse({"status": "ok", **({"not_finite_answers": n} if n else {})})
+    server = server_state(request)
+    n = sum(engine.not_finite.n for engine in server.engines)
+    about = {"version": __version__, "model": server.model_name}
+    return JSONResponse({"status": "ok", **about, **({"not_finite_answers": n} if n else {})})
 
 
 @router.get("/ready")
@@ -228,6 +231,12 @@ async def chat_page(request: Request) -> Response:
 @router.get("/stats", include_in_schema=False)
 async def stats_page() -> Response:
     return _file("stats.html")  # the page's <meta> has the rest of its policy
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs_page() -> Response:
+    """Return the page that shows /openapi.json."""
+    return _file("docs.html", _CHAT_POLICY)
 
 
 @router.get("/page/{name}", include_in_schema=False)

@@ -65,14 +65,19 @@ class ShortPaths:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        inner = dict(scope)  # uvicorn looks at the method in its own
         if scope["type"] == "http":
             root = scope.get("root_path", "")
             path = without(root, scope["path"])
             if path.removeprefix("/").partition("/")[0] in _SHORT:
-                scope = {**scope, "path": f"{root}/v1{path}"}
+                inner["path"] = f"{root}/v1{path}"
             if scope["method"] == "HEAD":
-                scope = {**scope, "method": "GET"}
-        await self._app(scope, receive, send)
+                inner["method"] = "GET"
+        try:
+            await self._app(inner, receive, send)
+        finally:
+            if "route" in inner:  # for the access log
+                scope["route"] = inner["route"]
 
 
 _SHOWN = 100
@@ -162,14 +167,28 @@ class RequestIds:
             await self._app(scope, receive, named)
         finally:
             if self._access_log:
-                method = scope["method"] if scope["method"] in _METHODS else "other"
-                path = getattr(scope.get("route"), "path", "other")
-                seconds = time.perf_counter() - began
-                log.info("%s %s %d %d bytes %.3f s", method, path, status, n_bytes, seconds)
+                _log_access(scope, status, n_bytes, time.perf_counter() - began)
             request_id.reset(token)
 
 
-_OPEN = ("", "/", "/stats", "/health", "/ready", "/metrics", "/openapi.json")  # without a key
+def _log_access(scope: Scope, status: int, n_bytes: int, seconds: float) -> None:
+    """Log an answer. Probes and scrapes come every few seconds, so those that succeed are left out."""
+    path = getattr(scope.get("route"), "path", "other")
+    if path in _HEALTH and status == 200:
+        return
+    method = scope["method"] if scope["method"] in _METHODS else "other"
+    fields = {
+        "method": method,
+        "route": path,
+        "status": status,
+        "bytes": n_bytes,
+        "seconds": round(seconds, 6),
+    }
+    text = "%s %s %d %d bytes %.3f s"
+    log.info(text, method, path, status, n_bytes, seconds, extra={"fields": fields})
+
+
+_OPEN = ("", "/", "/stats", "/docs", "/health", "/ready", "/metrics", "/openapi.json")  # without a key
 _OPEN_FOLDER = "/page/"
 _HEALTH = ("/health", "/ready", "/metrics")
 _LINGER_SECONDS = 1.0
@@ -311,7 +330,8 @@ class BodyLimit:
             self._release(held)  # at once, so that a body in the same turn of the event loop has room
             raise ApiError(
                 429,
-                "the bodies of requests at work take all the memory they may: try again later",
+                f"the bodies of requests at work take {_LARGEST_AT_A_TIME} times max_body_mb="
+                f"{self._max_bytes / 1e6:g}, which is the limit: try again later",
                 code="too_many_bytes",
                 headers={"Retry-After": "1", "Connection": "close"},
             )

@@ -20,6 +20,7 @@ import h11
 from mixedkv.doors.signals import holding_hangup
 from mixedkv.model.embedding_model import only_embeds
 from mixedkv.model.gguf_file import ModelFile, n_mtp_layers
+from mixedkv.server.logs import message_of, of_model
 from mixedkv.server.models import ServedModel
 from mixedkv.server.settings import IN_MEMORY, ServerSettings
 
@@ -111,7 +112,15 @@ _LONGEST_END = 60.0  # seconds to store KV after the drain timeout
 
 
 class ModelLoadError(Exception):
-    """A model could not be loaded; the message says which, and why."""
+    """A model could not be loaded; the message says which, and why.
+
+    Args:
+        rest: seconds until it is tried again.
+    """
+
+    def __init__(self, message: str, rest: float = 0.0) -> None:
+        super().__init__(message)
+        self.rest = rest
 
 
 class ModelProcess:
@@ -195,7 +204,7 @@ class ModelProcess:
         while line := await _line(process.stderr):
             text = line.decode("utf-8", "replace").rstrip("\n")
             self._log.append(text)
-            print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
+            print(of_model(self.name, text, self._settings.log_format), file=sys.stderr, flush=True)
         code = await process.wait()
         self.ready = False
         if self._ending:
@@ -208,11 +217,12 @@ class ModelProcess:
         log.error("the process of the model %s ended with %d after %.0f s", self.name, code, seconds)
 
     def _failure(self, before: str = "") -> ModelLoadError:
-        return ModelLoadError(f"the model {self.name!r} could not be loaded: {before}{self._reason()}")
+        rest = max(0.0, self._not_before - time.monotonic())
+        return ModelLoadError(f"the model {self.name!r} could not be loaded: {before}{self._reason()}", rest)
 
     def _reason(self) -> str:
         """Return the last lines of its log, since clients read them."""
-        lines = [line for line in self._log if line.strip()][-_SHOWN_LINES:]
+        lines = [message_of(line) for line in self._log if line.strip()][-_SHOWN_LINES:]
         if lines and lines[-1].startswith(_ERROR):
             lines = [lines[-1].removeprefix(_ERROR)]
         return without_folders("; ".join(lines) or "it wrote no log", self._files())[:_SHOWN_LETTERS]

@@ -117,8 +117,12 @@ class Processes:
         if place.takes_requests:
             self._admit(place, tenant, keep_alive)
             return
-        if sum(name == tenant for name, _, _ in place.waiters) >= self._most_waiting(tenant):
-            raise QueueFullError(f"too many requests wait already for {place.name!r}, which is being loaded")
+        most = self._most_waiting(tenant)
+        if (n := sum(name == tenant for name, _, _ in place.waiters)) >= most:
+            raise QueueFullError(
+                f"{n} requests wait already for {place.name!r}, which is being loaded, and the limit is "
+                f"parallel + max_queue={most}"
+            )
         came: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiter = (tenant, keep_alive, came)
         place.waiters.append(waiter)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
@@ -28,6 +29,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
+from mixedkv import __version__
 from mixedkv.doors.keys import Keys, MetricsKey
 from mixedkv.doors.metrics import SECONDS, http_counter
 from mixedkv.errors import ClosedError, QueueFullError
@@ -107,7 +109,8 @@ async def forward(request: Request) -> Response:
     try:
         await or_disconnect(request, model.processes.use(model.place, owner, seconds))
     except ModelLoadError as error:
-        raise ApiError(503, str(error), param="model", code="model_not_loaded") from None
+        wait = {"Retry-After": str(max(1, math.ceil(error.rest)))}
+        raise ApiError(503, str(error), param="model", code="model_not_loaded", headers=wait) from None
     except (QueueFullError, ClosedError) as error:
         raise from_engine(error) from None
     return await pass_on(request, model, partial(model.processes.release, model.place, owner))
@@ -203,7 +206,7 @@ def _ended(model: RoutedModel) -> ApiError:
 _METRICS_SECONDS = 5.0
 _OWN = (  # endpoints that the router answers as a server of one model does
     *("/v1/models", "/v1/models/{model:path}", "/api/tags", "/api/ps", "/api/show", "/api/version"),
-    *("/", "/stats", "/page/{name}"),
+    *("/", "/stats", "/docs", "/page/{name}"),
 )
 
 
@@ -327,7 +330,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 async def _health(request: Request) -> Response:
     """Answer 200, and which models are in memory."""
     models = {each.model_name: "loaded" if each.loaded else "not loaded" for each in _models(request)}
-    return JSONResponse({"status": "ok", "models": models})
+    return JSONResponse({"status": "ok", "version": __version__, "models": models})
 
 
 async def _ready(request: Request) -> Response:
@@ -414,14 +417,14 @@ class RouterMetrics:
         self._registry = CollectorRegistry()
         r: Any = {"registry": self._registry}
         self.http = http_counter(self._registry)
-        self._loaded = Gauge("mixedkv:models_loaded", "Models in memory, adapters not counted.", **r)
-        self._loads = Counter("mixedkv:model_loads", "Models that were loaded.", ["model"], **r)
-        self._unloads = Counter("mixedkv:model_unloads", "Models that were unloaded.", ["model"], **r)
+        self._loaded = Gauge("mixedkv_models_loaded", "Models in memory, adapters not counted.", **r)
+        self._loads = Counter("mixedkv_model_loads", "Models that were loaded.", ["model"], **r)
+        self._unloads = Counter("mixedkv_model_unloads", "Models that were unloaded.", ["model"], **r)
         self._failures = Counter(
-            "mixedkv:model_load_failures", "Models that could not be loaded.", ["model"], **r
+            "mixedkv_model_load_failures", "Models that could not be loaded.", ["model"], **r
         )
         self._seconds = Histogram(
-            "mixedkv:model_load_seconds", "Seconds to load a model.", buckets=SECONDS, **r
+            "mixedkv_model_load_seconds", "Seconds to load a model.", buckets=SECONDS, **r
         )
 
     def model_loaded(self, name: str, seconds: float) -> None:
