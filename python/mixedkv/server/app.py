@@ -40,6 +40,7 @@ from mixedkv.server.fields import place
 from mixedkv.server.http.json_body import SaidOnce
 from mixedkv.server.http.middleware import BodyLimit, OwnPagesOnly, ShortPaths
 from mixedkv.server.pending import Disconnected
+from mixedkv.server.pools import REST
 from mixedkv.server.settings import ServerSettings
 from mixedkv.server.snapshot import metrics_text
 from mixedkv.server.state import ServerState, check_generates
@@ -99,7 +100,7 @@ def dress(app: FastAPI, settings: ServerSettings, keys: Keys, count: Any) -> Non
     """Add what stands around all endpoints: answers to errors, limits, keys, and who may call from where.
     `count` counts answers.
     """
-    app.state.bodies = FairPool(1, "mixedkv-body", unlimited)
+    app.state.bodies = FairPool(1, "mixedkv-body", unlimited, REST)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http_error)

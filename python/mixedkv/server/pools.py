@@ -5,6 +5,7 @@ from __future__ import annotations
 from mixedkv.work.fair_pool import FairPool
 from mixedkv.work.turns import Limits, unlimited
 
+REST = 2.0  # a tenant's work takes a third of a thread at most while others have requests
 LARGE = 1 << 16  # bytes of a large body; a smaller one takes a millisecond
 
 
@@ -17,8 +18,8 @@ class Pools:
     """
 
     def __init__(self, limits: Limits = unlimited) -> None:
-        self.prompts = FairPool(3, "mixedkv-prompt", limits)  # templates, tokens, schemas
-        self.large_prompts = FairPool(2, "mixedkv-large-prompt", limits)
+        self.prompts = FairPool(3, "mixedkv-prompt", limits, REST)  # templates, tokens, schemas
+        self.large_prompts = FairPool(2, "mixedkv-large-prompt", limits, REST)
         self.answers = FairPool(1, "mixedkv-answer", limits)  # large ones to encode, a piece at a time
 
     def __enter__(self) -> Pools:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from mixedkv.work.current import Work, at
+from mixedkv.work.presence import presence
 from mixedkv.work.turns import Limits, Service
 
 _T = TypeVar("_T")
@@ -29,10 +30,14 @@ class FairPool:
 
     Args:
         limits: returns the limits of a tenant, of which the weight counts.
+        rest: while other tenants have requests, a tenant's work waits this many times as long as its work
+            before took. The engine needs the same processors, and its answers would wait.
     """
 
-    def __init__(self, n_threads: int, name: str, limits: Limits) -> None:
+    def __init__(self, n_threads: int, name: str, limits: Limits, rest: float = 0.0) -> None:
         self._most = max(1, n_threads - 1)  # of one tenant
+        self._rest = rest
+        self._rests_until: dict[str, float] = {}  # time.monotonic
         self._service = Service(limits)  # seconds
         self._waiting: dict[str, deque[_Item]] = {}  # none of them empty
         self._running: Counter[str] = Counter()
@@ -125,7 +130,7 @@ class FairPool:
             while (tenant := self._next()) is None:
                 if self._closed:
                     return None
-                self._changed.wait()
+                self._changed.wait(self._seconds_of_rest())
             queue = self._waiting[tenant]
             item = queue.popleft()
             if not queue:
@@ -135,8 +140,19 @@ class FairPool:
             return tenant, item
 
     def _next(self) -> str | None:
-        ready = [tenant for tenant in self._waiting if self._running[tenant] < self._most]
+        now = time.monotonic()
+        ready = [
+            tenant
+            for tenant in self._waiting
+            if self._running[tenant] < self._most and self._rests_until.get(tenant, 0.0) <= now
+        ]
         return min(ready, key=self._service.of, default=None)
+
+    def _seconds_of_rest(self) -> float | None:
+        """Return after how many seconds the first waiting tenant has rested; None if none of them rests."""
+        now = time.monotonic()
+        rests = (self._rests_until.get(tenant, 0.0) - now for tenant in self._waiting)
+        return min((seconds for seconds in rests if seconds > 0), default=None)
 
     def _done(self, tenant: str, work: Work, seconds: float) -> None:
         with self._changed:
@@ -144,6 +160,10 @@ class FairPool:
             self._service.add(tenant, seconds)
             self._running[tenant] -= 1
             self._running += Counter()  # keeps those above 0
+            now = time.monotonic()
+            self._rests_until = {name: end for name, end in self._rests_until.items() if end > now}
+            if self._rest and presence.has_others(tenant):
+                self._rests_until[tenant] = now + self._rest * seconds
             if not (self._waiting or self._running):
                 self._service.clear()
             self._changed.notify_all()

@@ -6,6 +6,7 @@ first line is "ready". A request is a line of JSON and the bytes after it; so is
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -23,6 +24,7 @@ except ImportError:  # Windows, where only the time on the clock is bounded
 
 _STACK = 64 << 20  # as where constraints are compiled in earnest
 _IDLE_SECONDS = 120.0  # after which it ends
+_NICE = 10  # the engine's threads come first where there are few processors
 _LARGE = 256 << 20  # bytes of memory: it ends after a task that leaves more, and the next one starts anew
 
 
@@ -94,9 +96,17 @@ def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
             return
 
 
+def _give_way() -> None:
+    """Lower the priority of this process, and of its session where Linux shares out processors by session."""
+    os.nice(_NICE)
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as file:
+        file.write(str(_NICE))
+
+
 def main() -> None:
     if resource is not None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _give_way()
     sys.path.pop(0)  # this file's folder
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer

@@ -199,3 +199,16 @@ def test_slices_are_short_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch) -> 
     sizes = [sum(len(piece.tokens) for piece in pieces) for pieces in context.slices]
     assert sizes[0] <= 32  # nothing is known yet
     assert 0.3 < max(sizes[1:]) * 0.02 <= 0.5
+
+
+@pytest.mark.parametrize("n_running", [0, 1, 8])
+def test_a_slice_beside_prompts_takes_a_share(monkeypatch: pytest.MonkeyPatch, n_running: int) -> None:
+    """A slice takes as long as each of the prompts had of the step before, and half a second alone."""
+
+    async def body(embedder: Embedder, context: Context) -> list[int]:
+        embedder._seconds = 0.01  # a token
+        return [embedder._budget()]
+
+    monkeypatch.setattr(Engine, "n_running", n_running)
+    monkeypatch.setattr(Engine, "last_step_seconds", 0.16)
+    assert run(body) == [{0: 32, 1: 16, 8: 2}[n_running]]

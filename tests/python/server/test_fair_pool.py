@@ -12,6 +12,7 @@ import pytest
 
 from mixedkv.server.pools import Pools
 from mixedkv.work.fair_pool import FairPool
+from mixedkv.work.presence import presence
 from mixedkv.work.turns import TenantLimits
 from support.patience import PATIENCE, wait_for
 
@@ -91,3 +92,32 @@ def test_what_fails_fails_alone_and_the_end_cancels_what_waits() -> None:
         waiting.result(PATIENCE)
     with pytest.raises(RuntimeError, match="closed"):
         pool.submit("a", hold)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_flood_of_work_rests_while_others_have_requests(beside: bool) -> None:
+    """A tenant's tasks of 10 ms take a third of the time at most beside another tenant, all of it alone."""
+    pool = FairPool(1, "test", lambda tenant: TenantLimits(), rest=2.0)
+    with presence.of("flood"), presence.of("other" if beside else "flood"):
+        began = time.perf_counter()
+        held = [pool.submit("flood", time.sleep, 0.01) for _ in range(20)]
+        if beside:  # it waits for nobody's rest
+            assert pool.submit("other", time.perf_counter).result(PATIENCE) < began + 20 * 0.03
+        for each in held:
+            each.result(PATIENCE)
+        seconds = time.perf_counter() - began
+    pool.close()
+    assert seconds >= 20 * 0.01 + (19 * 0.02 if beside else 0)
+    if not beside:
+        assert not pool._rests_until
+
+
+def test_presence_counts_requests_by_tenant() -> None:
+    assert not presence.has_others("a")
+    with presence.of("a"), presence.of("a"):
+        assert not presence.has_others("a")
+        assert presence.has_others("b")
+        with presence.of("b"):
+            assert presence.has_others("a")
+        assert not presence.has_others("a")
+    assert not presence.has_others("b")

@@ -24,6 +24,7 @@ FLOOD = "flood-key-0123456789abcdef"
 MOST_TIMES = 3.0
 WARM = 5.0  # seconds until all tenants have begun
 OPTIONS = ("--n-ctx", "4096", "--embeddings", "--model-name", "m", "--request-timeout", "60")
+OPTIONS += ("--max-ram-gb", "0.1")  # the store is full before the attacks begin
 
 
 def start(module: str, *arguments: Any) -> subprocess.Popen[str]:
@@ -57,8 +58,13 @@ def soak(folder: Path, alone: float, each: float, names: list[str]) -> dict[str,
             memory.append(server.resident_mib)
             print(f"{name}: {counts}, {memory[-1]:.0f} MiB", flush=True)
         seen = json.loads(honest.communicate(timeout=400)[0])
+        report(by_attack(times, seen))
         check_server(server, seen, memory)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ["", *names]}
+    return by_attack(times, seen)
+
+
+def by_attack(times: list[tuple[float, str]], seen: list[Any]) -> dict[str, list[tuple[float, float]]]:
+    found: dict[str, list[tuple[float, float]]] = {name: [] for _, name in times}
     for began, first, whole, _ in (each for each in seen if each[0] >= times[0][0]):
         name = next(name for at, name in reversed(times) if at <= began)
         found[name].append((first, whole))

@@ -229,12 +229,16 @@ class Embedder:
             self._take(item, piece, vector)
 
     def _budget(self) -> int:
-        """Return how many tokens the next slice may have; none in some steps of running answers."""
-        n_slice = self.context.n_slice
-        n_streams = self._engine.last_step.n_streams if self._engine.n_running else 0
-        if n_streams:
+        """Return how many tokens the next slice may have; none in some steps of running answers. Beside
+        prompts a tenant's slice takes as long as one of these had of the step before.
+        """
+        n_slice, seconds, n_running = self.context.n_slice, _LONGEST, self._engine.n_running
+        if n_running and (n_streams := self._engine.last_step.n_streams):
             return min(n_slice, self._pace.budget(n_streams))
-        return max(1, min(n_slice, int(_LONGEST / self._seconds) if self._seconds else _FIRST))
+        if n_running:
+            share = self._engine.last_step_seconds * max(1, len(self._requests)) / n_running
+            seconds = min(seconds, share)
+        return max(1, min(n_slice, int(seconds / self._seconds) if self._seconds else _FIRST))
 
     def _compose(self, budget: int) -> list[tuple[_Input, Piece]]:
         """Choose the pieces of a slice: inputs that were begun come first, then those of all requests in

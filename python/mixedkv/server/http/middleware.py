@@ -10,6 +10,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,6 +23,7 @@ from mixedkv.server.api_error import ApiError, no_key, timed_out, too_many_conne
 from mixedkv.server.http.places import PLACE, ConnectionPlace
 from mixedkv.server.http.revoked import Ending, WithKeys
 from mixedkv.server.logs import request_id
+from mixedkv.work.presence import presence
 
 
 def without(root: str, path: str) -> str:
@@ -232,11 +234,12 @@ class BodyLimit:
         held = _Held(scope[TENANT] or "")
         ending = self._with_keys.enter(scope, headers, scope[TENANT])
         try:
-            error = await self._read_or_refuse(scope, receive, held)
-            if error is not None:
-                await error.response(_path(scope))(scope, receive, counted)
-            elif held.parts is not None:
-                await self._answer(scope, held.replay(receive), counted, ending)
+            with presence.of(held.tenant) if scope[TENANT] is not None else nullcontext():
+                error = await self._read_or_refuse(scope, receive, held)
+                if error is not None:
+                    await error.response(_path(scope))(scope, receive, counted)
+                elif held.parts is not None:
+                    await self._answer(scope, held.replay(receive), counted, ending)
         finally:
             self._with_keys.leave(ending)
             self._release(held)
