@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import operator
 from numbers import Real
-from typing import Any, Literal
+from typing import Any
 
 INT32_MAX = 2**31 - 1  # positions, tokens and counts are int32
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
@@ -55,7 +55,6 @@ SAMPLERS = {  # llama.cpp's names, in its order, and its letters for them
     "infill": "i",
     "adaptive_p": "a",
 }
-SpeculationMode = Literal["off", "prompt-lookup", "draft-model", "mtp"]  # how an answer is drafted
 
 
 def whole(name: str, value: object, low: int = -INT32_MAX, high: int = INT32_MAX) -> int:

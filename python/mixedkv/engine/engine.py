@@ -42,7 +42,6 @@ from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.engine.stepping import NotFiniteCount, Stepper
 from mixedkv.engine.text.detokenizer import Detokenizer, stop_strings
 from mixedkv.errors import ClosedError, ContextBusyError, ContextLengthError
-from mixedkv.limits import SpeculationMode
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.prompts.overflow import Overflow
@@ -110,7 +109,7 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         limits: Limits = unlimited,
         checkpoints: CheckpointLimits | None = None,
-        speculation: SpeculationMode = "off",
+        speculation: str = "off",
         draft_model: Llama | None = None,
         turns: Turns | None = None,
         threaded: bool = True,
@@ -253,7 +252,7 @@ class Engine:
         tenant: str = "",
         reuse: bool | Reuse = True,
         chunks: ChunkChoice | None = None,
-        speculation: SpeculationMode | None = None,
+        speculation: str | None = None,
         prediction: str = "",
         overflow: Overflow = "refuse",
         session: str | None = None,

@@ -14,7 +14,8 @@ from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.engine.constrain.constraint import Matcher
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.draft.speculation import Speculation
-from mixedkv.engine.jobs.job import AnswerState, CallTrigger, Drafter, Job
+from mixedkv.engine.jobs.drafter import Drafter
+from mixedkv.engine.jobs.job import AnswerState, CallTrigger, Job
 from mixedkv.engine.sample.sampler import PromptLogprobs
 from mixedkv.engine.schedule.request import Request
 from mixedkv.limits import whole

@@ -212,7 +212,7 @@ class Stepper:
                 break
             n += 1
         job.alone = False
-        self._speculation.settle(run, n)
+        self._speculation.record_acceptance(run, n)
         if end:
             self._finish(job, end)
         elif job.request.slides:

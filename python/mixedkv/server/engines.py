@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import llama_cpp
 
@@ -25,7 +25,7 @@ from mixedkv.engine import ChunkConnector, Embedder, Engine, StoreConnector, Tok
 from mixedkv.errors import ClosedError, ModelChangedError
 from mixedkv.images.projector import Projector
 from mixedkv.kv.stats import format_saving
-from mixedkv.limits import CELLS, SpeculationMode
+from mixedkv.limits import CELLS
 from mixedkv.llama import Llama
 from mixedkv.model.embedding_model import only_embeds
 from mixedkv.model.encoder import encoder_bytes
@@ -222,7 +222,7 @@ def _stop_reading(engine: Engine) -> None:
         engine.call(lambda: None).result()
 
 
-def speculation_of(settings: ServerSettings, drafts: bool) -> SpeculationMode:
+def speculation_of(settings: ServerSettings, drafts: bool) -> str:
     """Return the speculation mode of a model's answers. `drafts`: it has MTP layers or the draft model, which
     adapters lack.
     """
@@ -230,7 +230,7 @@ def speculation_of(settings: ServerSettings, drafts: bool) -> SpeculationMode:
         return "draft-model" if drafts else "prompt-lookup"
     if settings.speculation == "mtp" and not drafts:
         return "prompt-lookup"
-    return cast(SpeculationMode, settings.speculation or "off")
+    return settings.speculation or "off"
 
 
 def _tell(state: ServerState) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from mixedkv.config import parse_kv
+from mixedkv.engine.draft.sources import SOURCES, Source
 from mixedkv.engine.draft.speculation import Speculation, StepTime
-from mixedkv.engine.jobs.job import Drafter
+from mixedkv.engine.jobs.drafter import Drafter
 from mixedkv.engine.schedule.contract import Observer, Run, StepPlan
 from mixedkv.prompts.prompt_lookup import PromptLookup
 
@@ -45,7 +46,7 @@ def test_a_prediction_comes_first_and_is_found_again() -> None:
 
 
 def test_a_copy_goes_its_own_way() -> None:
-    drafter = Drafter(map(ord, "abcdefabc"))
+    drafter = Drafter({"lookup": PromptLookup(map(ord, "abcdefabc"))})
     copy = drafter.copy()
     for letter in "xxx":
         drafter.take(ord(letter))
@@ -53,7 +54,7 @@ def test_a_copy_goes_its_own_way() -> None:
 
 
 def test_guesses_are_counted_without_being_tried() -> None:
-    drafter = Drafter([1, 2, 3, 4] * 3)
+    drafter = Drafter({"lookup": PromptLookup([1, 2, 3, 4] * 3)})
     for token in [1, 2, 3, 4] * 5:
         drafter.take(token)
     good = drafter.draft(4)[1]
@@ -71,11 +72,11 @@ class Fixed(Drafter):
     """Offers as many drafts as there may be, and says how likely they are."""
 
     def __init__(self, rate: float) -> None:
-        super().__init__(())
+        super().__init__()
         self._rate = rate
 
     def draft(self, most: int, certain: object = ()) -> tuple[list[int], float]:
-        return [7] * most, self._rate
+        return list(certain)[:most] or [7] * most, self._rate  # type: ignore[call-overload]
 
 
 def speculation(kv: str = "mixed", n_batch: int = 512) -> Speculation:
@@ -88,23 +89,22 @@ def speculation(kv: str = "mixed", n_batch: int = 512) -> Speculation:
     return Speculation(llm, "prompt-lookup", Observer())
 
 
+def a_run(rate: float, left: int = 100) -> Run[Any]:
+    """A run of an answer whose drafts are accepted at this rate."""
+    answer = SimpleNamespace(drafter=Fixed(rate), sampler=SimpleNamespace(certain=list), thought=None)
+    job: Any = SimpleNamespace(
+        answer=answer,
+        request=SimpleNamespace(max_tokens=left + 1),
+        n_answer=1,
+        tokens=[1] * 50,
+        alone=False,
+    )
+    return Run(job, 1, chooses=True)
+
+
 def drafted(spec: Speculation, rates: list[float], n_prompt: int = 0, left: int = 100) -> list[int]:
     """How many drafts each of some answers gets."""
-    sampler = SimpleNamespace(certain=list)
-    runs = [
-        Run(
-            SimpleNamespace(  # type: ignore[arg-type]
-                answer=SimpleNamespace(drafter=Fixed(rate), sampler=sampler, thought=None),
-                request=SimpleNamespace(max_tokens=left + 1),
-                n_answer=1,
-                tokens=[1] * 50,
-                alone=False,
-            ),
-            1,
-            chooses=True,
-        )
-        for rate in rates
-    ]
+    runs = [a_run(rate, left) for rate in rates]
     step = StepPlan(runs, len(runs), n_prompt)
     spec.plan(step)
     assert step.n_drafts == sum(len(run.drafts) for run in runs)
@@ -164,6 +164,53 @@ def test_bounds() -> None:
     spec = speculation(n_batch=32)
     measure(spec, 3, 0.010, 0.0001)
     assert sum(drafted(spec, [0.98] * 3)) == 29
+
+
+class Sevens:
+    """Guesses that 7 comes next, again and again."""
+
+    def __init__(self, prompt: object = (), prediction: object = ()) -> None:
+        self.added: list[int] = []
+
+    def add(self, token: int) -> None:
+        self.added.append(token)
+
+    def draft(self, most: int) -> list[int]:
+        return [7] * most
+
+    def copy(self) -> Sevens:
+        return Sevens()
+
+
+def test_the_guesses_that_were_right_are_drafted() -> None:
+    drafter = Drafter({"sevens": Sevens(), "lookup": PromptLookup([])})
+    for token in [1, 2, 3, 4] * 2:
+        drafter.take(token)
+    assert drafter.draft(2)[0] == [1, 2]  # sevens were wrong each time
+    for token in [8, 9]:  # nothing was ever behind these
+        drafter.take(token)
+    assert drafter.draft(2)[0] == [7, 7]
+    assert drafter.draft(2, [5])[0] == [5]  # what is certain comes first
+
+
+def test_a_source_is_a_line_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = speculation()
+    with pytest.raises(ValueError, match="speculation='sevens': use one of off, prompt-lookup, draft-model"):
+        spec.drafter([1], "sevens")
+    monkeypatch.setitem(SOURCES, "sevens", Source(guesses=Sevens))
+    monkeypatch.setitem(SOURCES, "nines", Source(certain=lambda answer: [9]))
+    drafter = spec.drafter([1], "sevens")
+    assert drafter is not None
+    assert drafter.draft(3)[0] == [7, 7, 7]
+    plain = spec.drafter([1], "prompt-lookup")
+    assert plain is not None
+    assert plain.draft(3)[0] == []  # in its own mode only
+    measure(spec, 1, 0.010, 0.0005)
+    step = StepPlan([a_run(0.1)], 1)
+    spec.plan(step)
+    assert step.runs[0].drafts == [9]
+    with pytest.raises(ValueError, match="use one of"):
+        spec.drafter([1], "nines")  # nothing that a request asks for
 
 
 def test_a_prediction_is_drafted_in_any_mode() -> None:

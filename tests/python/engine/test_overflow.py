@@ -21,6 +21,7 @@ from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ContextLengthError
 from mixedkv.llama import Llama
 from mixedkv.prompts.overflow import NOWHERE, Gap, LongPrompt, budget, cut, head_of
+from mixedkv.prompts.prompt_lookup import PromptLookup
 from mixedkv.start.sequences import Sequence
 from mixedkv.store import KVStore
 from mixedkv.tokens import common_prefix
@@ -381,7 +382,9 @@ def test_drafts_are_looked_up_in_what_a_context_holds(direct: Direct) -> None:
     for token in range(3):
         drafter.take(token)
     assert drafter.draft(2)[0] == [3, 4]
-    assert len(drafter._lookup._tokens) <= N_CTX + 3
+    lookup = drafter._sources["prompt-lookup"]
+    assert isinstance(lookup, PromptLookup)
+    assert len(lookup._tokens) <= N_CTX + 3
 
 
 def test_nothing_of_them_is_stored() -> None:

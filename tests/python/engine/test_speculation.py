@@ -16,7 +16,8 @@ from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine import Answer, Engine
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.draft.speculation import StepTime
-from mixedkv.engine.jobs.job import Done, Drafter, Job
+from mixedkv.engine.jobs.drafter import Drafter
+from mixedkv.engine.jobs.job import Done, Job
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.text.thought import ThoughtTags
@@ -43,7 +44,7 @@ class Half(Drafter):
     """Knows the answer and says it half of the time, else nonsense: drafts of all lengths."""
 
     def __init__(self, job: Job, answer: list[int], seed: int = 0) -> None:
-        super().__init__(())
+        super().__init__()
         self._job, self._answer, self._random = job, answer, np.random.default_rng(seed)
 
     def draft(self, most: int, certain: object = ()) -> tuple[list[int], float]:
@@ -61,7 +62,7 @@ class Always(Drafter):
     """Drafts what it was given, after any token."""
 
     def __init__(self, drafts: list[int]) -> None:
-        super().__init__(())
+        super().__init__()
         self._drafts = drafts
 
     def draft(self, most: int, certain: object = ()) -> tuple[list[int], float]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mixedkv.engine.draft.speculation import StepTime
-from mixedkv.engine.jobs.job import Drafter
+from mixedkv.engine.jobs.drafter import Drafter
 from support.served_models import Answered, Served, questions
 
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
@@ -21,7 +21,7 @@ class Known(Drafter):
     """Knows the answer and says some of it, often with a wrong token somewhere."""
 
     def __init__(self, answer: list[int], seed: int) -> None:
-        super().__init__(())
+        super().__init__()
         self._answer, self._at, self._random = answer, 0, np.random.default_rng(seed)
 
     def draft(self, most: int, certain: object = ()) -> tuple[list[int], float]:

@@ -19,7 +19,8 @@ from mixedkv.engine import stepping
 from mixedkv.engine.constrain.constraint import Mask
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.draft.speculation import StepTime
-from mixedkv.engine.jobs.job import Drafter, Job
+from mixedkv.engine.jobs.drafter import Drafter
+from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.sampler import logits_row
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.contract import StepPlan
@@ -159,7 +160,7 @@ class Half(Drafter):
     """Knows the answer and says it, but for every third token."""
 
     def __init__(self, job: Job, answer: list[int]) -> None:
-        super().__init__(())
+        super().__init__()
         self._job, self._answer = job, answer
 
     def draft(self, most: int, certain: object = ()) -> tuple[list[int], float]:

@@ -19,7 +19,8 @@ from mixedkv.engine import ChunkConnector, Engine, StoreConnector
 from mixedkv.engine.batch.vector_job import VectorJob
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
-from mixedkv.engine.jobs.job import Drafter, Job
+from mixedkv.engine.jobs.drafter import Drafter
+from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.request import Request
 from mixedkv.images.projector import Projector
@@ -120,7 +121,7 @@ class Guesses(Drafter):
     """The same three tokens again and again: what is drafted is nearly always wrong."""
 
     def __init__(self) -> None:
-        super().__init__(())
+        super().__init__()
 
     def draft(self, most: int, certain: object = ()) -> tuple[list[int], float]:
         return [7, 8, 9][: max(0, most)], 0.98

@@ -19,6 +19,7 @@ import numpy as np
 from mixedkv.engine.batch.batch import Batch
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.sampler import logits_row
+from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.batch import NO_CELLS
@@ -126,6 +127,12 @@ class DraftModel:
             at_work = goes_on
         return drafts
 
+    def evaluated(self, step: StepPlan[Job]) -> None:
+        """Do nothing: `read` has evaluated the tokens."""
+
+    def close(self) -> None:
+        """Do nothing: the draft model belongs to who loaded it."""
+
     def _follower(self, job: Job) -> _Follower:
         """Return the sequence that follows a job, cut to the tokens that they share."""
         tokens = job.all_tokens
@@ -154,6 +161,17 @@ class DraftModel:
         if spoiled:
             self._model.kv.clear_unused()
         return False
+
+
+def make_draft_model(llm: Llama, draft_model: Llama | None, parallel: int) -> DraftModel:
+    """Return what drafts with `draft_model`.
+
+    Raises:
+        ValueError: there is none, or it cannot draft for `llm`.
+    """
+    if draft_model is None:
+        raise ValueError('speculation: "draft-model" needs one: give the engine a draft_model')
+    return DraftModel(llm, draft_model, parallel)
 
 
 class _ReadsJob(Protocol):

@@ -280,4 +280,15 @@ class MtpHead:
         return False
 
 
+def make_mtp_head(llm: Llama, draft_model: Llama | None, parallel: int) -> MtpHead:
+    """Return what drafts with the model's own MTP layer.
+
+    Raises:
+        ValueError: a draft model is given too, or the model has no such layer.
+    """
+    if draft_model is not None:
+        raise ValueError('speculation: "mtp" needs no draft model: leave draft_model out')
+    return MtpHead(llm, parallel)
+
+
 _MTP = 1  # LLAMA_CONTEXT_TYPE_MTP, of llama_context_type

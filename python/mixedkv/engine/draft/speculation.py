@@ -15,14 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 from mixedkv import _core
-from mixedkv.engine.draft.draft_model import DraftModel
-from mixedkv.engine.draft.mtp_head import MtpHead
-from mixedkv.engine.jobs.job import Drafter, Job
+from mixedkv.engine.draft.sources import SOURCES, DraftingModel, modes
+from mixedkv.engine.jobs.drafter import Drafter
+from mixedkv.engine.jobs.job import AnswerState, Job
 from mixedkv.engine.schedule.contract import Observer, Run, StepPlan
-from mixedkv.limits import SpeculationMode
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 
@@ -75,7 +73,7 @@ class StepTime:
 class _Offer:
     """An offer of drafts: up to `n` tokens, each with the chance `rate` if those before it are right.
 
-    `drafts` is None where a draft model or MTP layer makes them, as many as are wanted.
+    `drafts` is None where a `DraftingModel` makes them, as many as are wanted.
     """
 
     run: Run[Job]
@@ -88,13 +86,12 @@ class Speculation:
     """Manages the drafts of all answers of a context. `drafter` is for any thread, the rest for the engine's.
 
     Args:
-        mode: mode for requests that name none.
-        draft_model: makes drafts that cannot be looked up, in the mode "draft-model"; in the mode "mtp" the
-            model's own MTP layer does.
+        mode: mode for requests that name none: "off", or one of `SOURCES`.
+        draft_model: makes drafts that cannot be looked up, for requests in the mode "draft-model".
         parallel: answers at a time.
 
     Raises:
-        ValueError: the mode needs a draft model or MTP layers, or they cannot draft for this one.
+        ValueError: there is no such mode, or what it needs is missing or cannot draft for this model.
 
     Attributes:
         why_off: why this model and cache allow no drafts; "" if they do.
@@ -103,29 +100,27 @@ class Speculation:
     def __init__(
         self,
         llm: Llama,
-        mode: SpeculationMode,
+        mode: str,
         observer: Observer,
         draft_model: Llama | None = None,
         parallel: int = 1,
     ) -> None:
-        if draft_model is not None and mode == "mtp":
-            raise ValueError('speculation: "mtp" needs no draft model: leave draft_model out')
-        self._model: DraftModel | MtpHead | None = None
+        _check_name(mode)
         self.mode, self.why_off = mode, _why_off(llm)
-        if draft_model is not None:
-            self._model = DraftModel(llm, draft_model, parallel)
-        elif mode == "mtp":
-            self._model = MtpHead(llm, parallel)
-        self._check(mode)
+        drafts = mode != "off" and SOURCES[mode].model is not None
+        self._model_mode = mode if drafts else "draft-model" if draft_model is not None else ""
+        make = SOURCES[self._model_mode].model if self._model_mode else None
+        self._model: DraftingModel | None = make(llm, draft_model, parallel) if make is not None else None
         self.n_drafted = self.n_accepted = 0
         self._most = _most(llm)
         self._together = not llm.kv.can_cut  # snapshots of a state are those of the latest micro-batch
-        self._room = min(llm.n_batch, int(llm.context_params.n_ubatch))  # one micro-batch: see `settle`
+        # one micro-batch: see `record_acceptance`
+        self._room = min(llm.n_batch, int(llm.context_params.n_ubatch))
         self._kv, self._n_ctx, self._observer = llm.kv, int(llm.n_ctx()), observer
         self._times: dict[int, StepTime] = {}  # by the number of answers in a step
 
     def drafter(
-        self, prompt: Iterable[int], mode: SpeculationMode | None = None, prediction: Iterable[int] = ()
+        self, prompt: Iterable[int], mode: str | None = None, prediction: Iterable[int] = ()
     ) -> Drafter | None:
         """Return a drafter for the answer to a prompt; None if nothing is to be drafted.
 
@@ -134,23 +129,22 @@ class Speculation:
             prediction: tokens that the answer may contain; drafts are then made in any mode.
 
         Raises:
-            ValueError: the mode needs a draft model, or MTP layers.
+            ValueError: there is no such mode, or this engine lacks what it needs.
         """
         prediction, mode = list(prediction), mode or self.mode
-        self._check(mode)
+        _check_name(mode)
+        by_model = mode != "off" and SOURCES[mode].model is not None
+        if by_model and mode != self._model_mode:
+            raise ValueError(f'speculation: "{mode}" {SOURCES[mode].missing}')
         if self.why_off or (mode == "off" and not prediction):
             return None
-        return Drafter(map(int, prompt), prediction, by_model=mode in ("draft-model", "mtp"))
-
-    def _check(self, mode: SpeculationMode) -> None:
-        if mode not in get_args(SpeculationMode):
-            raise ValueError(f"speculation={mode!r}: use one of {', '.join(get_args(SpeculationMode))}")
-        if mode == "draft-model" and not isinstance(self._model, DraftModel):
-            raise ValueError('speculation: "draft-model" needs one: give the engine a draft_model')
-        if mode == "mtp" and not isinstance(self._model, MtpHead):
-            raise ValueError(
-                'speculation: "mtp" must be set on the engine, since its layers read along from the start'
-            )
+        tokens = [int(token) for token in prompt]
+        guesses = {
+            name: source.guesses(tokens, prediction)
+            for name, source in SOURCES.items()
+            if source.guesses is not None and (source.in_every_mode or name == mode)
+        }
+        return Drafter(guesses, by_model)
 
     def stats(self) -> dict[str, str | int]:
         """Return how many tokens were drafted and accepted so far, and `why_off`."""
@@ -208,11 +202,9 @@ class Speculation:
     def _offer(self, run: Run[Job]) -> _Offer:
         job, answer = run.job, run.job.answer
         assert answer.drafter is not None
-        assert answer.sampler is not None
         left = min(job.request.max_tokens - job.n_answer, self._n_ctx - len(job.tokens))
-        thinks = answer.thought is not None and answer.thought.open  # a constraint holds for what comes after
         most = min(self._most, left - 1)
-        drafts, rate = answer.drafter.draft(most, [] if thinks else answer.sampler.certain())
+        drafts, rate = answer.drafter.draft(most, _certain(answer))
         if self._model is not None and answer.drafter.model_rate > (rate if drafts else 0.0):
             return _Offer(run, max(0, most), answer.drafter.model_rate, None)
         return _Offer(run, len(drafts), rate, drafts)
@@ -233,15 +225,15 @@ class Speculation:
 
     def close(self) -> None:
         """Free what was made for drafting; the draft model stays open."""
-        if isinstance(self._model, MtpHead):
+        if self._model is not None:
             self._model.close()
 
     def evaluated(self, step: StepPlan[Job]) -> None:
         """Pass on a step that the model has just evaluated."""
-        if isinstance(self._model, MtpHead):
+        if self._model is not None:
             self._model.evaluated(step)
 
-    def settle(self, run: Run[Job], n: int) -> None:
+    def record_acceptance(self, run: Run[Job], n: int) -> None:
         """Keep the rows of a job's first `n` drafts and remove those of the others.
 
         They were all in one micro-batch, so a sliding window still has all rows that the next token needs.
@@ -264,6 +256,19 @@ class Speculation:
         if step.n_streams and not step.n_prompt:
             time = self._times.setdefault(step.n_streams, StepTime(step.n_streams))
             time.observe(step.n_drafts, seconds)
+
+
+def _check_name(mode: str) -> None:
+    if mode not in modes():
+        raise ValueError(f"speculation={mode!r}: use one of {', '.join(modes())}")
+
+
+def _certain(answer: AnswerState) -> Sequence[int]:
+    """Return the tokens that must come next in an answer, as the first source that knows some says."""
+    for source in SOURCES.values():
+        if source.certain is not None and (tokens := source.certain(answer)):
+            return tokens
+    return ()
 
 
 def _most(llm: Llama) -> int:

@@ -13,7 +13,7 @@ from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.text.answer_reader import AnswerReader
 from mixedkv.engine.text.thought import ThoughtTags
 from mixedkv.images.picture import Picture
-from mixedkv.limits import SpeculationMode, whole
+from mixedkv.limits import whole
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.start.sequences import Reuse
 from mixedkv.tokens import Tokens
@@ -55,7 +55,8 @@ class Request:
         keep: keep the rows as a prefix for other requests.
         overflow: "slide" drops the middle of what does not fit the context, of the prompt and during the
             answer; "refuse" takes no such prompt and ends the answer.
-        speculation: how the answer is drafted; None is the engine's default.
+        speculation: how the answer is drafted: "off", or a mode of `draft.sources`; None is the engine's
+            default.
         prediction: a text that the answer may contain; where it does, tokens are checked instead of
             generated.
         pictures: the images in the prompt, in order.
@@ -94,7 +95,7 @@ class Request:
     store: bool = True
     keep: bool = False
     overflow: Overflow = "refuse"
-    speculation: SpeculationMode | None = None
+    speculation: str | None = None
     prediction: str = ""
     pictures: Sequence[Picture] = ()
     message_ends: Sequence[tuple[str, int]] = ()
