@@ -11,9 +11,10 @@ from typing import Any
 from mixedkv.chat import ChatResult, ChatUsage
 from mixedkv.engine import Answer, Chat, Engine, StoreConnector, Tokenizer
 from mixedkv.errors import StoppedError
-from mixedkv.images.picture import MARK, PromptImage
 from mixedkv.images.projector import Projector
+from mixedkv.images.prompt_image import PromptImage
 from mixedkv.llama import Llama
+from mixedkv.prompts.part import MARK
 from mixedkv.store import KVStore
 
 N_SEQ = 2  # an engine keeps one sequence idle

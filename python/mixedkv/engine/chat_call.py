@@ -16,17 +16,17 @@ from mixedkv.engine.chat.chat_template import Chat, ToolChoice
 from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.ids import check_id
-from mixedkv.images.picture import PromptImage
 from mixedkv.limits import whole
 from mixedkv.llama import Llama
 from mixedkv.native.llama_arguments import check_messages
+from mixedkv.prompts.part import Insert
 
 Message = Mapping[str, Any]
 
 # those of create_chat_completion, which a chat that moves here keeps
 _DEFAULTS: dict[str, Any] = {"temperature": 0.2, "top_p": 0.95, "top_k": 40, "min_p": 0.05}
 _SAMPLING = {each.name for each in fields(Sampling)} - {"constraint", "logit_bias"}
-_OF_SUBMIT = {"stop", "chunks", "speculation", "prediction"}
+_OF_SUBMIT = {"stop", "reuse_options", "speculation", "prediction"}
 _OWN = {
     "max_tokens",
     "tools",
@@ -53,7 +53,7 @@ _INSTEAD = {
 
 
 def chat_of(
-    messages: Sequence[Message], options: Mapping[str, Any], images: Sequence[PromptImage] = ()
+    messages: Sequence[Message], options: Mapping[str, Any], images: Sequence[Insert] = ()
 ) -> tuple[Chat, list[tuple[str, str]]]:
     """Return the chat to answer, and the ids of its messages with their texts; "" for one without an id.
 

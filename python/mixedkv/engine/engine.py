@@ -21,15 +21,13 @@ from typing import Any, TypeVar
 
 import llama_cpp
 
-from mixedkv.chunks.chunk_reuse import ChunkChoice
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.batch.vector_job import VectorJob, vector_width
 from mixedkv.engine.callers_turn import CallersStepper, CallersTurn, sequence_size
 from mixedkv.engine.chat.chat_template import Chat, RenderedChat
 from mixedkv.engine.chat.message_ends import message_ends
 from mixedkv.engine.chat.tokenizer import Prompt, Tokenizer
-from mixedkv.engine.connect.chunk_connector import ChunkConnector
-from mixedkv.engine.connect.kv_connector import KVConnector
+from mixedkv.engine.connect.kv_connector import KVConnector, NoConnector
 from mixedkv.engine.draft.speculation import Speculation
 from mixedkv.engine.inbox import Deliver, Inbox, Outbox, QueueRoom, Turns, deliver_directly
 from mixedkv.engine.jobs.job import Failed, Job
@@ -116,6 +114,7 @@ class Engine:
     ) -> None:
         parallel = check_model(llm, parallel) if threaded else check_alone(parallel)
         self.llm, self.parallel, self.threaded = llm, parallel, threaded
+        self._connector = connector or NoConnector()
         self.n_ctx, self.width = int(llm.n_ctx()) if threaded else sequence_size(llm), vector_width(llm)
         self._n_train = int(llama_cpp.llama_model_n_ctx_train(_llama_cpp.model(llm)))
         if self.width == 0:  # a model without vocabulary takes only `VectorJob`s
@@ -155,7 +154,7 @@ class Engine:
             self._outbox,
             self.observer,
             self.speculation,
-            connector,
+            self._connector,
             None if self.width else self.tokenizer,
             None if self.width else self.detokenizer,
             self.width,
@@ -171,15 +170,13 @@ class Engine:
         )
         self._closing_error: ClosedError | None = None  # the error for new jobs, once no more are taken
         self._submitting = threading.RLock()  # a job is either refused or in the inbox before closing begins
-        self._connector = connector
         self._closed, self._closing = False, threading.RLock()
         self._models = [llm] if draft_model is None else [llm, draft_model]
         self._thread: threading.Thread | None = None
         if threaded:
             self._thread = threading.Thread(target=self._run, name="mixedkv-engine", daemon=True)
             llm.kv.clear()  # the pool assumes that all sequences are empty
-        if connector is not None:
-            connector.attach(self)
+        self._connector.attach(self)
         if self._thread is not None:
             self._thread.start()
             atexit.register(self.close)  # llama.cpp does not outlive the main thread
@@ -251,7 +248,7 @@ class Engine:
         n_logprobs: int | None = None,
         tenant: str = "",
         reuse: bool | Reuse = True,
-        chunks: ChunkChoice | None = None,
+        reuse_options: object | None = None,
         speculation: str | None = None,
         prediction: str = "",
         overflow: Overflow = "refuse",
@@ -272,8 +269,8 @@ class Engine:
                 logprobs.
             tenant: whose prompt it is; rows are shared within a tenant only.
             reuse: which existing rows the prompt may start from, see `Request`; False evaluates everything.
-            chunks: how passages are found and repaired, with a `ChunkConnector`; None uses the connector's
-                settings.
+            reuse_options: how the connector finds rows that were computed elsewhere, as a `ChunkChoice` of a
+                `ChunkConnector`; None uses its settings.
             speculation: "prompt-lookup", "draft-model", "mtp", "off", or None for the engine's.
             prediction: text that the answer may contain; where it does, tokens are checked instead of
                 generated.
@@ -306,7 +303,7 @@ class Engine:
             stream=True,
             n_logprobs=n_logprobs,
             reuse=reuse,
-            chunks=chunks,
+            reuse_options=reuse_options,
             speculation=speculation,
             prediction=prediction,
             overflow=overflow,
@@ -319,8 +316,7 @@ class Engine:
         return answer
 
     def _chat_fields(self, prompt: Chat, chat: RenderedChat, n: int) -> dict[str, Any]:
-        pictures = [picture for image in prompt.images for picture in image.pictures]
-        return {**self.tokenizer.answer_fields(chat, n), "pictures": pictures}
+        return {**self.tokenizer.answer_fields(chat, n), "parts": prompt.parts}
 
     def message_ends(
         self, messages: Sequence[tuple[str, str]], text: str, tokens: Sequence[int]
@@ -338,13 +334,11 @@ class Engine:
 
         Raises:
             ContextLengthError: a prompt is empty or does not fit the context.
-            ValueError: constraint, sampling, speculation, prediction or `chunks` cannot be followed; the
-                message begins with the field.
+            ValueError: constraint, sampling, speculation, prediction or `reuse_options` cannot be followed;
+                the message begins with the field.
         """
-        for choice in (request.chunks for request in requests if request.chunks is not None):
-            if not isinstance(self._connector, ChunkConnector):
-                raise ValueError("chunks: give the engine a ChunkConnector(store), which finds passages")
-            self._connector.check(choice)
+        for request in requests:
+            self._connector.check(request)
         return prepare(requests, n, self.tokenizer, self.speculation, self.n_ctx, self._fit)
 
     def _fit(self, job: Job) -> None:
@@ -368,7 +362,7 @@ class Engine:
             ClosedError: the engine is shutting down.
             ContextLengthError: a prompt is empty or does not fit the context.
             ValueError: a job gives vectors to a model that takes tokens, or tokens to one that takes vectors;
-                or it asks for chunks, and the engine has no ChunkConnector.
+                or it asks for rows that the engine's connector does not find.
         """
         for job in jobs:
             self._fit(job)
@@ -376,8 +370,7 @@ class Engine:
                 job.least = 1  # nobody waits while it is loaded or stored
             if isinstance(job, VectorJob) != bool(self.width):
                 raise ValueError("a model without vocabulary takes vectors, and no other one does")
-            if job.accept == "chunks" and not isinstance(self._connector, ChunkConnector):
-                raise ValueError("reuse='chunks': give the engine a ChunkConnector(store), which finds them")
+            self._connector.check(job.request)
             if not self.width and not self.pool.rule.anywhere:
                 job.boundaries = self.tokenizer.boundaries(job.prompt).tolist()
         with self._submitting:
@@ -421,7 +414,7 @@ class Engine:
 
     def connector_stats(self) -> dict[str, Any] | None:
         """Return the numbers that the connector reports about itself; None without one."""
-        return self._connector.stats() if self._connector is not None else None
+        return self._connector.stats()
 
     def ready(self, job: Job) -> None:
         """Continue with a job for which the connector has finished looking for KV, or reading it."""
@@ -439,7 +432,7 @@ class Engine:
         def end() -> None:
             has_rows = job in self._scheduler.running
             self._scheduler.drop_cancelled()
-            if has_rows and self._connector is not None and job.request.store:
+            if has_rows and job.request.store:
                 self._connector.offload(job)
 
         self.cancel(job)
@@ -515,8 +508,7 @@ class Engine:
                     self._fail_all(ClosedError(_CLOSING))
                 else:
                     self.drain(0)
-                if self._connector is not None:
-                    self._connector.close()
+                self._connector.close()
             finally:
                 self._inbox.close()
                 if self._thread is not None:
@@ -537,7 +529,7 @@ class Engine:
 
     def _fetch_or_put(self, job: Job) -> None:
         """Have the connector look for a job's KV first, if it may start from any; else the job begins."""
-        if self._connector is not None and job.reuse:
+        if job.reuse:
             self._fetching.add(job)
             if self._connector.fetch(job):
                 return
@@ -594,7 +586,7 @@ class Engine:
         """Return whether the connector reads KV that it found for a new job, which the context lacks. The job
         is then added later.
         """
-        if job.offer is None or job.cancelled or self._connector is None:
+        if job.offer is None or job.cancelled:
             return False
         self._fetching.add(job)
         if self._connector.read(job, self._scheduler.match(job).n):

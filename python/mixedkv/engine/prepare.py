@@ -112,7 +112,7 @@ def _matcher(request: Request, tokenizer: Tokenizer) -> Matcher | None:
 
 
 def _drafter(request: Request, tokenizer: Tokenizer, speculation: Speculation, n_ctx: int) -> Drafter | None:
-    if request.pictures or request.sampling is None:
+    if request.parts or request.sampling is None:
         return None
     predicted: Sequence[int] = ()
     if request.prediction:

@@ -23,11 +23,11 @@ from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.text.answer_reader import Part, ReadAnswer
 from mixedkv.errors import StoppedError, UnsupportedModelError
 from mixedkv.ids import check_id, check_session_id, check_tenant, new_id
-from mixedkv.images.picture import PromptImage
 from mixedkv.limits import whole
 from mixedkv.llama import Llama
 from mixedkv.native.chat_formats import chosen_format
 from mixedkv.prompts.overflow import Overflow
+from mixedkv.prompts.part import Insert
 from mixedkv.start.sequences import Reuse
 from mixedkv.store import Identity, KVStore
 from mixedkv.tokens import Tokens
@@ -253,7 +253,7 @@ class PromptCache:
         messages: Sequence[Message],
         *,
         message_id: str | None = None,
-        images: Sequence[PromptImage] = (),
+        images: Sequence[Insert] = (),
         **options: Any,
     ) -> Generation:
         """Answer a chat, evaluating only what is new of it.
@@ -282,7 +282,7 @@ class PromptCache:
         messages: Sequence[Message],
         *,
         message_id: str | None = None,
-        images: Sequence[PromptImage] = (),
+        images: Sequence[Insert] = (),
         **options: Any,
     ) -> ChatStream:
         """Answer as `chat` does, in pieces: iterate for chunks as `create_chat_completion(stream=True)`
@@ -317,7 +317,7 @@ class PromptCache:
         """Return the newest message whose stored end lies within what a prompt went on from; the store has
         compared tokens.
         """
-        if not (ids and job.n_cached and self._connector is not None) or job.pictures:
+        if not (ids and job.n_cached and self._connector is not None) or job.parts:
             return None
         store, tenant = self._connector.store, self._tenant
         tokens = job.prompt[: job.n_cached]

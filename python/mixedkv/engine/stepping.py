@@ -1,18 +1,14 @@
-"""Evaluates the steps that the scheduler plans, loads fetched rows between them, and chooses the next tokens,
-on the engine's thread.
-"""
+"""Evaluates the steps that the scheduler plans, and chooses the next tokens, on the engine's thread."""
 
 from __future__ import annotations
 
 import logging
 import time
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from mixedkv.chunks.stitch import PassageRows
 from mixedkv.engine.batch.batch import Batch
 from mixedkv.engine.batch.vector_job import take_hidden
 from mixedkv.engine.chat.tokenizer import Tokenizer
@@ -21,17 +17,15 @@ from mixedkv.engine.constrain.constraint import Mask
 from mixedkv.engine.draft.speculation import Speculation
 from mixedkv.engine.inbox import Outbox
 from mixedkv.engine.jobs.job import AnswerState, Delta, Failed, Job
+from mixedkv.engine.restore import Restorer
 from mixedkv.engine.sample.sampler import Sampler, logits_row, logprob_of
-from mixedkv.engine.schedule.contract import Observer, Run, StepPlan
+from mixedkv.engine.schedule.contract import Observer, PartRun, Run, StepPlan
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.engine.text.detokenizer import Detokenizer
 from mixedkv.engine.text.thought import Thought
 from mixedkv.errors import NotFiniteError, RowsGoneError, not_finite_at
-from mixedkv.images.picture import Picture
-from mixedkv.kv.cache import KVCache
-from mixedkv.kv.fetched import Fetched, WrongRowsError
 from mixedkv.llama import Llama
-from mixedkv.native.batch import NO_CELLS, NativeBatch
+from mixedkv.native.batch import NO_CELLS
 from mixedkv.prompts.overflow import cut, head_of
 
 log = logging.getLogger("mixedkv.engine")
@@ -84,7 +78,7 @@ class Stepper:
         outbox: Outbox,
         observer: Observer,
         speculation: Speculation,
-        connector: KVConnector | None,
+        connector: KVConnector,
         tokenizer: Tokenizer | None,
         detokenizer: Detokenizer | None,
         width: int,
@@ -94,7 +88,7 @@ class Stepper:
         self._speculation, self._connector = speculation, connector
         self._tokenizer, self._detokenizer = tokenizer, detokenizer
         self._n_ctx, self._width = n_ctx, width
-        self._loader = Loader(llm, scheduler, observer)
+        self._restorer = Restorer(llm.kv, scheduler, observer)
         self._batch = Batch(llm.n_batch, width)
         self.n_steps = 0
         self.last, self.last_seconds = StepPlan[Job](), 0.0
@@ -108,7 +102,7 @@ class Stepper:
         scheduler.add(jobs)
         scheduler.drop_cancelled()
         scheduler.admit()
-        self._fail_lost()
+        self._fail_unstartable()
         if scheduler.running:
             try:
                 self._step(began)
@@ -121,16 +115,15 @@ class Stepper:
         self._outbox.put(*((job, Failed(error)) for job in self._scheduler.clear()))
 
     def _step(self, began: float) -> None:
-        self._loader.restore()
-        self._fail_lost()
+        self._restorer.restore()
+        self._fail_unstartable()
         step, code = self._decode(self._scheduler.plan())
         if code == NO_CELLS and step.n_drafts:  # drafts are given up before any job
             step, code = self._decode(self._scheduler.plan(), drafts=False)
         while code == NO_CELLS:
-            if job := self._scheduler.relieve():
-                self._finish(job, "length")
+            self._preempt()
             step, code = self._decode(self._scheduler.plan(), drafts=False)
-        if not (step.runs or step.stitches or step.pictures):
+        if not (step.runs or step.parts):
             return
         if code != 0:
             self._undo(code)
@@ -145,11 +138,8 @@ class Stepper:
                 self._answer(run, index)
             except Exception as error:
                 self._abandon([run.job], error)
-        self._loader.stitch(step)  # stitching overwrites the logits, which have been used by now
-        for job, failed in look(self._llm, step, self._scheduler):
-            self._abandon([job], failed) if failed else self._finish(job, "length")
-            if isinstance(failed, NotFiniteError):
-                self._llm.kv.clear_unused()
+        for part_run in step.parts:  # this overwrites the logits, which have been used by now
+            self._evaluate_part(part_run)
         self.n_steps += 1
         self.last, self.last_seconds = step, time.perf_counter() - began
         self.slowest_seconds = max(self.slowest_seconds, self.last_seconds)
@@ -197,8 +187,7 @@ class Stepper:
         if not job.evaluated:
             job.evaluated = True
             self._observer.prompt_done(job)
-            if self._connector is not None:
-                self._connector.evaluated(job, index)
+            self._connector.evaluated(job, index)
         if job.answer.sampler is None or job.n_answer >= job.request.max_tokens:
             self._finish(job, "length")
             return
@@ -218,13 +207,40 @@ class Stepper:
         elif job.request.slides:
             make_room(job, self._tokenizer, self._scheduler, self._n_ctx)
 
+    def _evaluate_part(self, run: PartRun[Job]) -> None:
+        """Evaluate a part of a job's prompt, or a slice of it."""
+        job, scheduler = run.job, self._scheduler
+        if job.seq is None or job.part is not run.part:  # it gave way to another one
+            return
+        found = run.part.evaluate(self._llm, job.prompt, job.n_rows, job.seq.id, run.n)
+        if found.state == "done":
+            scheduler.part_done(run, found.n_reused)
+        elif found.state == "no cells":
+            if found.leaves_rows:
+                scheduler.pool.clear(job.seq)
+            self._preempt()
+        elif found.state == "given up":
+            log.warning("%s: their tokens are evaluated instead: %s", run.part.kind, found.error)
+            self._observer.restore_failed(run.part.kind)
+            scheduler.give_up_parts(job)
+        elif found.state == "failed":
+            assert found.error is not None
+            self._abandon([job], found.error)
+            if isinstance(found.error, NotFiniteError):
+                self._llm.kv.clear_unused()
+
+    def _preempt(self) -> None:
+        """Free cells. An answer that is alone and has used them up has to end."""
+        if (last := self._scheduler.preempt()) is not None:
+            self._finish(last, "length")
+
     def _finish(self, job: Job, reason: str) -> None:
         done = job.finish(reason)
         self._scheduler.leave(job)
         self._outbox.put((job, done))
         self._observer.finished(job, reason)
         self.not_finite.add(False)
-        if self._connector is not None and job.request.store:
+        if job.request.store:
             self._connector.offload(job)
 
     def _abandon(self, jobs: Sequence[Job], error: Exception) -> None:
@@ -234,9 +250,9 @@ class Stepper:
             self._observer.failed(job, error)
             self.not_finite.add(isinstance(error, NotFiniteError))
 
-    def _fail_lost(self) -> None:
+    def _fail_unstartable(self) -> None:
         gone = RowsGoneError("the rows before these vectors have gone")
-        self._outbox.put(*((job, Failed(gone)) for job in self._scheduler.take_lost()))
+        self._outbox.put(*((job, Failed(gone)) for job in self._scheduler.pop_unstartable()))
 
 
 def wanted(step: StepPlan[Job]) -> Mask | None:
@@ -259,30 +275,6 @@ def wanted(step: StepPlan[Job]) -> Mask | None:
     return found
 
 
-_CannotGoOn = tuple[Job, Exception | None]
-
-
-def look(llm: Llama, step: StepPlan[Job], scheduler: Scheduler[Job]) -> Iterator[_CannotGoOn]:
-    """Evaluate the step's images. Yield jobs that cannot go on, for lack of room or because of an error."""
-    for run in step.pictures:
-        job = run.job
-        if job.seq is None or job.picture is None:  # it gave way to another one
-            continue
-        code = evaluate(job.picture, llm.kv, job.n_rows, job.seq.id, llm.n_batch)
-        if found := llm.kv.take_not_finite():
-            yield job, not_finite_at(min(found.values()))
-        elif code == 0:
-            scheduler.has_rows(run)
-        elif code != NO_CELLS:
-            yield job, llm.decode_error(code)
-        else:
-            # some of several decodes may have succeeded, and not every memory can remove a part
-            if len(job.picture) > llm.n_batch:
-                scheduler.pool.clear(job.seq)
-            if (last := scheduler.relieve()) is not None:
-                yield last, None
-
-
 def make_room(job: Job, tokenizer: Tokenizer, scheduler: Scheduler[Job], n_ctx: int) -> None:
     """Drop the middle of an answer when the context has no room for its next token."""
     if not job.request.slides or len(job.tokens) < n_ctx:
@@ -291,32 +283,6 @@ def make_room(job: Job, tokenizer: Tokenizer, scheduler: Scheduler[Job], n_ctx: 
     head = job.gap.begin if job.gap is not None else head_of(starts, n_ctx)
     scheduler.drop(job, head, cut(len(job.tokens), head, n_ctx, starts))
     scheduler.give_way(job)
-
-
-def evaluate(picture: Picture, kv: KVCache, pos: int, seq: int, n_batch: int) -> int:
-    """Evaluate at positions of a sequence from `pos` on; return llama_decode's code. Where it is not 0
-    after the first `n_batch` vectors, rows of those are left.
-    """
-    with kv.causal(picture.causal):
-        for begin in range(0, len(picture), n_batch):
-            batch = _batch(picture, pos, seq, begin, min(begin + n_batch, len(picture)))
-            if (code := kv.decode(batch.native)) != 0:
-                return code
-        return 0
-
-
-def _batch(picture: Picture, pos: int, seq: int, begin: int, end: int) -> NativeBatch:
-    n = end - begin
-    vectors = np.ascontiguousarray(picture.vectors[begin:end])
-    if picture.grid is None:
-        batch = NativeBatch(vectors)
-        batch.pos[:] = np.arange(pos + begin, pos + end)
-    else:  # the fourth part is 0
-        batch = NativeBatch(vectors, n_pos=4)
-        batch.pos[: 3 * n] = (picture.grid[:, begin:end] + pos).ravel()
-    batch.seq[:] = seq
-    batch.native.n_tokens = n
-    return batch
 
 
 def go_on(
@@ -423,57 +389,3 @@ def _add(
 def piece(answer: AnswerState, token: int, detokenizer: Detokenizer) -> bytes:
     """Return a token's text in this answer."""
     return detokenizer.name(token) if token in answer.shown else detokenizer[token]
-
-
-class Loader:
-    """Loads fetched rows, on the engine's thread. Tokens whose rows cannot be loaded are evaluated."""
-
-    def __init__(self, llm: Llama, scheduler: Scheduler[Job], observer: Observer) -> None:
-        self._llm, self._scheduler, self._observer = llm, scheduler, observer
-
-    def restore(self) -> None:
-        """Load one fetched block, so that a long chain is spread over several steps. Where rows are refused
-        or wrong, the job evaluates its whole prompt.
-        """
-        job = next((job for job in self._scheduler.running if job.is_loading), None)
-        if job is None:
-            return
-        seq, fetched = job.seq, job.fetched
-        assert seq is not None
-        assert isinstance(fetched, Fetched)
-        doubted = fetched.doubt is not None
-        try:
-            block = fetched.advance(self._llm.kv, seq.id)
-            if block is None:
-                seq.tokens, seq.checkpoints = array("i"), []
-            else:
-                seq.tokens.extend(block.tokens.tolist())
-                seq.checkpoints.extend(block.checkpoints)
-            if doubted and fetched.doubt is None:
-                self._observer.rechecked("")
-        except Exception as error:
-            log.warning("stored rows could not be loaded: %s", error)
-            if doubted and fetched.doubt is None:
-                self._observer.rechecked(str(error))
-            self._observer.restore_failed("wrong" if isinstance(error, WrongRowsError) else "load")
-            self._scheduler.refetch(job)
-        if not job.evaluated:  # not after a pause or a preemption
-            job.set_cached(job.n_rows)
-        if not job.is_loading:
-            self._observer.restored(job)
-
-    def stitch(self, step: StepPlan[Job]) -> None:
-        """Put passages together, up to the number of tokens that the step allows."""
-        for job, n in ((run.job, run.n) for run in step.stitches):
-            passages, seq = job.passages, job.seq
-            assert isinstance(passages, PassageRows)
-            assert seq is not None
-            try:
-                if not passages.advance(self._llm, job.prompt, job.n_rows, seq.id, n):
-                    job.stitched(passages.n_kept)
-            except Exception as error:
-                log.warning("passages could not be put together: %s", error)
-                self._observer.restore_failed("passages")
-                job.set_passages(None, "")
-                self._scheduler.pool.clear(seq)
-                job.set_cached(0)

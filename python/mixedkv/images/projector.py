@@ -15,8 +15,8 @@ import numpy as np
 
 from mixedkv import _core
 from mixedkv.errors import UnsupportedModelError
-from mixedkv.images.picture import Picture, PromptImage, ids_of
 from mixedkv.images.pixels import Pixels, read_pixels
+from mixedkv.images.prompt_image import ImageVectors, PromptImage, ids_of
 from mixedkv.llama import Llama
 from mixedkv.model.fingerprint import fingerprint
 from mixedkv.native import llama_cpp as _llama_cpp
@@ -104,15 +104,15 @@ class Projector:
         if not self._context:
             raise ValueError("the model is closed")
         tokens: list[int] = []
-        pictures: list[Picture] = []
-        for part, chunk in enumerate(self._chunks(pixels)):
+        parts: list[ImageVectors] = []
+        for i, chunk in enumerate(self._chunks(pixels)):
             if self._mtmd.mtmd_input_chunk_get_type(chunk) == self._mtmd.MTMD_INPUT_CHUNK_TYPE_TEXT:
                 tokens += self._text(chunk)
                 continue
-            picture = self._picture(chunk, digest, part)
-            tokens += picture.ids.tolist()
-            pictures.append(picture)
-        return PromptImage(tokens, tuple(pictures))
+            part = self._part(chunk, digest, i)
+            tokens += part.ids.tolist()
+            parts.append(part)
+        return PromptImage(tokens, tuple(parts))
 
     def _chunks(self, pixels: Pixels) -> Iterator[Any]:
         """Yield what the library makes of an image: pieces of text and of the image."""
@@ -136,7 +136,7 @@ class Projector:
         tokens = self._mtmd.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(n))
         return list(tokens[: n.value])
 
-    def _picture(self, chunk: Any, digest: bytes, part: int) -> Picture:
+    def _part(self, chunk: Any, digest: bytes, part: int) -> ImageVectors:
         mtmd = self._mtmd
         image = mtmd.mtmd_input_chunk_get_tokens_image(chunk)
         n = int(mtmd.mtmd_input_chunk_get_n_tokens(chunk))
@@ -154,4 +154,4 @@ class Projector:
         if mtmd.mtmd_decode_use_mrope(self._context):
             places = (mtmd.mtmd_image_tokens_get_decoder_pos(image, 0, i) for i in range(n))
             grid = np.array([(place.t, place.y, place.x) for place in places], np.int32).T
-        return Picture(ids, vectors, grid, causal)
+        return ImageVectors(ids, vectors, grid, causal)

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.chunks.stitch import PassageRows
+from mixedkv.chunks.chunk_part import ChunkPart
 from mixedkv.engine import ChunkConnector, PromptCache
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.jobs.job import Done, Job
 from mixedkv.errors import UnsupportedModelError
+from mixedkv.prompts.part import Outcome, PromptPart
 from mixedkv.store import KVStore
 from mixedkv_bench.harness.reuse_cases import Case, CaseMaker
 from support.conversation_support import open_llama
@@ -172,15 +173,15 @@ def test_others_get_on_meanwhile(direct: Direct) -> None:
     running, _ = direct.start(make_recall(5, 8).prompt, LONG, ignore_end=True, reuse=False)
     wait_for(lambda: running.n_answer > 2)
     seen: list[int] = []
-    advance = Job.stitched
+    imported = Job.imported
 
-    def stitched(job: Job, n_kept: int) -> None:
+    def watched(job: Job, part: PromptPart, n_reused: int) -> None:
         seen.append(running.n_answer)
-        advance(job, n_kept)
+        imported(job, part, n_reused)
 
     began = running.n_answer
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Job, "stitched", stitched)
+        patch.setattr(Job, "imported", watched)
         job, _ = ask(direct, case)
     assert job.n_approximate
     assert seen[0] - began >= len(job.prompt) // 256 + 3
@@ -192,14 +193,14 @@ def test_a_cancelled_one_leaves_nothing(direct: Direct) -> None:
     case = make(direct, 9)
     store(direct, case)
     job, _events = direct.job(case.prompt.tolist(), 4, reuse="chunks")
-    advance = PassageRows.advance
+    evaluate = ChunkPart.evaluate
 
-    def cancel(self: PassageRows, *args: Any) -> bool:
+    def cancel(self: ChunkPart, *args: Any) -> Outcome:
         direct.engine.cancel(job)
-        return advance(self, *args)
+        return evaluate(self, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PassageRows, "advance", cancel)
+        patch.setattr(ChunkPart, "evaluate", cancel)
         direct.engine.submit_jobs([job])
         wait_for(lambda: job.cancelled and direct.engine.idle)
     forget(direct)

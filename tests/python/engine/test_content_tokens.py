@@ -19,7 +19,8 @@ from mixedkv import Llama
 from mixedkv.chat import MessageCache
 from mixedkv.engine.chat.chat_template import Chat, TemplateOptions, ToolChoice
 from mixedkv.engine.chat.tokenizer import Tokenizer
-from mixedkv.images.picture import MARK, PromptImage
+from mixedkv.images.prompt_image import PromptImage
+from mixedkv.prompts.part import MARK
 from mixedkv.store import KVStore
 from support.control_tokens import control_tokens, source, templates, write_model
 from support.families import WEATHER

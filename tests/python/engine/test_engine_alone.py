@@ -195,6 +195,7 @@ def test_an_engine_that_nobody_closed_ends_before_its_llama(end: str) -> None:
 import contextlib
 from mixedkv import Llama
 from mixedkv.bundled import model_path
+from mixedkv.engine import Engine
 from mixedkv.errors import ClosedError
 
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
@@ -327,6 +328,9 @@ class Recorder:
     def attach(self, engine: Any) -> None:
         self.engine = engine
         self.calls.append("attach")
+
+    def check(self, request: Request) -> None:
+        """Refuse nothing."""
 
     def fetch(self, job: Job) -> bool:
         self.calls.append("fetch")

@@ -249,9 +249,9 @@ def test_who_lost_rows_keeps_its_place_until_they_were_of_use() -> None:
     assert desk.log.seen["paused"] == 1
     before = long.n_answer
     desk.step()
-    assert long.is_settled
+    assert long.holds_place
     shorts = desk.add(*(range(2000 + 1000 * i, 2240 + 1000 * i) for i in range(4)), tenant="b")
-    while long.is_settled:
+    while long.holds_place:
         desk.step()
         assert long in desk.scheduler.running
     assert long.n_answer - before >= 5  # a token for every 64 rows

@@ -20,8 +20,9 @@ from mixedkv.engine.jobs.job import Done, Job
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ContextLengthError, UnsupportedModelError
-from mixedkv.images.picture import MARK, PromptImage
 from mixedkv.images.projector import Projector
+from mixedkv.images.prompt_image import PromptImage
+from mixedkv.prompts.part import MARK
 from mixedkv.store import KVStore
 from support.harness import rel_rms
 from support.image_support import BEFORE, BEHIND, KINDS, logits_of_library, png
@@ -66,7 +67,7 @@ class Seeing:
             prompt=self.tokens(*parts),
             max_tokens=max_tokens,
             sampling=Sampling(temperature=0),
-            pictures=[picture for image in images for picture in image.pictures],
+            parts=[part for image in images for part in image.parts],
             **options,
         )
         (job,) = self.engine.prepare([request])
@@ -167,7 +168,7 @@ def test_several_images_and_one_twice(seeing: Callable[..., Seeing]) -> None:
     one, two = case.projector.read(png()), case.projector.read(png(1, 80, 20))
     assert case.projector.read(png()) is one
     job, _ = case.ask(BEFORE, one, two, one, BEHIND)
-    assert len(job.pictures) == 3
+    assert len(job.parts) == 3
     assert job.n_evaluated == job.n_prompt
 
 
@@ -192,9 +193,9 @@ def test_ids_without_their_image(seeing: Callable[..., Seeing]) -> None:
     case = seeing("llama-128", "f16")
     image, other = case.projector.read(png()), case.projector.read(png(1))
     tokens = case.tokens(BEFORE, image)
-    for prompt, pictures in (([*tokens, 5], other.pictures), (tokens, image.pictures)):
-        with pytest.raises(ValueError, match="picture"):
-            Job(Request(prompt=prompt, max_tokens=1, pictures=pictures))
+    for prompt, parts in (([*tokens, 5], other.parts), (tokens, image.parts)):
+        with pytest.raises(ValueError, match="of a part that is not given, or ends with a part"):
+            Job(Request(prompt=prompt, max_tokens=1, parts=parts))
 
 
 def test_a_projector_of_another_model(

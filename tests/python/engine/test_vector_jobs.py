@@ -38,7 +38,7 @@ def test_a_session_goes_on_in_its_own_rows_however_few() -> None:
     second = _evaluate(desk, _job(4, 1, resume=first.rows))
     assert second.rows is first.rows
     assert len(second.rows.tokens) == 4
-    assert desk.scheduler.take_lost() == []
+    assert desk.scheduler.pop_unstartable() == []
 
 
 def test_a_job_whose_rows_have_gone_fails_and_leaves_its_place() -> None:
@@ -49,7 +49,7 @@ def test_a_job_whose_rows_have_gone_fails_and_leaves_its_place() -> None:
     second = _job(4, 1, resume=first.rows)
     desk.scheduler.add([second])
     desk.scheduler.admit()
-    assert desk.scheduler.take_lost() == [second]
+    assert desk.scheduler.pop_unstartable() == [second]
     assert not desk.scheduler.running
     assert not desk.scheduler.waiting
 
@@ -97,10 +97,10 @@ def test_rows_that_were_fetched_are_gone_on_from() -> None:
     desk.scheduler.add([job])
     desk.scheduler.admit()
     assert desk.scheduler.running == [job]
-    assert desk.scheduler.take_lost() == []
+    assert desk.scheduler.pop_unstartable() == []
     desk.scheduler.refetch(job)  # they cannot be loaded: nobody has the vectors before
     assert not desk.scheduler.running
-    assert desk.scheduler.take_lost() == [job]
+    assert desk.scheduler.pop_unstartable() == [job]
     assert desk.pool.used == 0
 
 

@@ -165,7 +165,7 @@ def test_what_is_kept_has_no_images(server: Server) -> None:
 
 def test_the_mark_of_an_image_is_no_image(server: Server) -> None:
     """Whoever writes it gets text."""
-    from mixedkv.images.picture import MARK
+    from mixedkv.prompts.part import MARK
 
     assert server.post(CHAT, asking(f"What is {MARK}?"))["choices"]
     assert server.post(CHAT, asking(f"What is {MARK}?", part(png())))[

@@ -196,7 +196,7 @@ class Bench:
         if self.projector is not None:
             image = self.projector.read(png())
             tokens = [*tokens[:10], *image.tokens, *tokens[10:]]
-            options["pictures"] = image.pictures
+            options["parts"] = image.parts
         if "slide" in self.has:
             options["overflow"] = "slide"
         if "sessions" in self.has:

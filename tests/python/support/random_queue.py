@@ -12,7 +12,7 @@ from mixedkv._core import HotWindow
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request
-from mixedkv.images.picture import Picture
+from mixedkv.images.prompt_image import ImageVectors
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.rows import APPROXIMATE, COMPUTED, Truth, all_of
 from mixedkv.prompts.overflow import NOWHERE, LongPrompt, head_of
@@ -82,17 +82,17 @@ class World(Desk):
         if chance.random() < 0.5:
             stem = 1000 * chance.randint(1, 4)
         prompt = [stem + i if i < chance.randint(0, n) else chance.randint(1, 10**6) for i in range(n)]
-        pictures = []
+        parts = []
         if n > 12 and chance.random() < 0.2:
             at, size = chance.randint(0, n - 10), chance.randint(1, 8)
             ids = -np.arange(1, size + 1, dtype=np.int32) - 1000 * chance.randint(1, 9)
             prompt[at : at + size] = ids.tolist()
             more = chance.choice([0, 0, 2])
             if n + more < n_ctx:
-                pictures = [Picture(ids, np.zeros((size + more, 1), np.float32), None, causal=False)]
+                parts = [ImageVectors(ids, np.zeros((size + more, 1), np.float32), None, causal=False)]
             else:
                 prompt[at : at + size] = range(size)
-        slides = not pictures and chance.random() < 0.2
+        slides = not parts and chance.random() < 0.2
         if slides and chance.random() < 0.5:
             prompt += range(5000, 5000 + chance.randint(0, 2 * n_ctx))
         request = Request(
@@ -103,7 +103,7 @@ class World(Desk):
             keep=chance.random() < 0.1,
             store=chance.random() < 0.9,
             overflow="slide" if slides else "refuse",
-            pictures=pictures,
+            parts=parts,
             n_logprobs=None,
         )
         job = Progress(request)

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from mixedkv.config.cut_rule import CutRule
-from mixedkv.engine.schedule.contract import Observer, Run, StepPlan
+from mixedkv.engine.schedule.contract import Observer, PartRun, Run, StepPlan
 from mixedkv.engine.schedule.pacing import Pace
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request
@@ -29,7 +29,7 @@ class Cells:
         self.n_seq, self.rule = n_seq, rule
         self.rows: list[dict[int, tuple[int, ...]]] = [
             {} for _ in range(n_seq)
-        ]  # a picture has several cells
+        ]  # a part may have several cells
         self.n_sharing: Counter[int] = Counter()  # sequences by cell
         self.used = self.n_evaluated = 0
 
@@ -167,7 +167,7 @@ class Desk:
             if step.n_drafts:  # drafts are given up before any job
                 step = self._plan(drafts=False)
                 continue
-            if job := scheduler.relieve():
+            if job := scheduler.preempt():
                 scheduler.leave(job)
             step = self._plan(drafts=False)
         for run in step.runs:
@@ -177,8 +177,8 @@ class Desk:
         for run in step.runs:
             if run.chooses:
                 self._answer(run)
-        for run in step.pictures:
-            self._look(run)
+        for part_run in step.parts:
+            self._evaluate_part(part_run)
         scheduler.took(step, self.seconds(step))
         scheduler.save()
         return step
@@ -217,16 +217,16 @@ class Desk:
             self.scheduler.drop(job, head, cut(len(job.tokens), head, self.n_ctx))
             self.scheduler.give_way(job)
 
-    def _look(self, run: Run[Progress]) -> None:
-        """Evaluate a picture, as `engine.batch.looking` does."""
-        job = run.job
-        if job.seq is None or (picture := job.picture) is None:  # it gave way to another one
+    def _evaluate_part(self, run: PartRun[Progress]) -> None:
+        """Evaluate a part, as `Stepper._evaluate_part` does."""
+        job, part = run.job, run.part
+        if job.seq is None or job.part is not part:  # it gave way to another one
             return
-        if self.cells.used + len(picture) <= self.n_ctx:
-            n = len(picture.ids)
-            self.cells.evaluate(job.seq.id, job.n_rows, n, more=len(picture) - n)
-            self.scheduler.has_rows(run)
-        elif (last := self.scheduler.relieve()) is not None:
+        if self.cells.used + part.n_cells <= self.n_ctx:
+            n = part.n_tokens
+            self.cells.evaluate(job.seq.id, job.n_rows, n, more=part.n_cells - n)
+            self.scheduler.part_done(run, 0)
+        elif (last := self.scheduler.preempt()) is not None:
             self.scheduler.leave(last)
 
     def finish_one(self, job: Progress, limit: int = 500) -> None:

@@ -20,8 +20,8 @@ from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.constrain.tool_grammar import tool_grammar
 from mixedkv.engine.text.answer_reader import AnswerReader, ReadAnswer
 from mixedkv.engine.text.thought import ThoughtTags
-from mixedkv.images.picture import PromptImage
 from mixedkv.native.templates import lexed
+from mixedkv.prompts.part import GivenPart, Insert
 
 _T = TypeVar("_T")
 _PROBE_SECONDS = 10.0  # a template takes milliseconds
@@ -81,7 +81,7 @@ class Chat:
     """A chat to answer.
 
     Attributes:
-        messages, tools: in OpenAI's form; each image stands in its message as `images.MARK`.
+        messages, tools: in OpenAI's form; each image stands in its message as `prompts.part.MARK`.
         images: of the messages, in order.
     """
 
@@ -89,7 +89,12 @@ class Chat:
     tools: Sequence[Mapping[str, Any]] = ()
     choice: ToolChoice = field(default_factory=ToolChoice)
     options: TemplateOptions = NOTHING_SAID
-    images: Sequence[PromptImage] = ()
+    images: Sequence[Insert] = ()
+
+    @property
+    def parts(self) -> list[GivenPart]:
+        """The parts of the prompt that are no tokens."""
+        return [part for image in self.images for part in image.parts]
 
     @property
     def begun(self) -> Chat:

@@ -27,7 +27,6 @@ from mixedkv.engine.sample.sampler import Sampler
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.text.thought import Thought, ThoughtTags
 from mixedkv.errors import UnsupportedModelError
-from mixedkv.images.picture import MARK, PromptImage
 from mixedkv.limits import INT32_MAX
 from mixedkv.llama import NO_VOCABULARY, Llama
 from mixedkv.native import llama_cpp as _llama_cpp
@@ -35,6 +34,7 @@ from mixedkv.native.chat_formats import chat_formatter
 from mixedkv.native.templates import syntax_error
 from mixedkv.prompts.content_marks import ContentMarks
 from mixedkv.prompts.overflow import Places, message_starts
+from mixedkv.prompts.part import MARK, Insert
 from mixedkv.tokens import Tokens, check_tokens
 
 Messages = Sequence[Mapping[str, Any]]
@@ -339,7 +339,7 @@ class Tokenizer(TextTokenizer):
         """True if the model thinks: its chats are then always rendered and read by llama.cpp's chat layer."""
         return self._renderer.thinks
 
-    def with_images(self, text: str, images: Sequence[PromptImage], *, start: bool, long: bool) -> list[int]:
+    def with_images(self, text: str, images: Sequence[Insert], *, start: bool, long: bool) -> list[int]:
         """Return the tokens of a text that has `MARK` in the place of each image.
 
         Raises:

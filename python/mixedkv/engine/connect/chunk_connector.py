@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from mixedkv.chunks.chunk_part import ChunkPart
 from mixedkv.chunks.chunk_reuse import ChunkChoice
 from mixedkv.chunks.gate import Logits, Waiting, compare, logits_at
 from mixedkv.chunks.passages import Passages
-from mixedkv.chunks.stitch import PassageRows
 from mixedkv.engine.connect.kv_connector import ConnectedEngine
 from mixedkv.engine.connect.store_connector import Offer, StoreConnector
 from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ClosedError
 from mixedkv.start.sequences import NO_MATCH, Sequence
 from mixedkv.store import KVStore
@@ -58,17 +59,23 @@ class ChunkConnector(StoreConnector):
         if engine.threaded:
             self._checker.start()
 
-    def check(self, choice: ChunkChoice) -> None:
+    def check(self, request: Request) -> None:
         """Check that this cache can reuse chunks in the way that a request asks for.
 
         Raises:
-            ValueError: the message begins with `chunks.` and the field.
+            ValueError: the message begins with `chunks`.
         """
-        self._passages.chosen(choice)
+        if request.reuse_options is None:
+            return
+        if request.reuse in (False, "exact", "prefix"):
+            raise ValueError(f"chunks: they cannot be reused with reuse={request.reuse!r}: leave one out")
+        if request.prompt_logprobs is not None:
+            raise ValueError("chunks: they cannot be reused with prompt_logprobs: leave one out")
+        self._passages.chosen(_choice(request))
 
     def fetch(self, job: Job) -> bool:
         """Have the KV of a job's prompt looked for, passages included where they may be reused."""
-        if job.request.keep or job.request.max_tokens == 0 or job.pictures or self._passages.gate.closed:
+        if job.request.keep or job.request.max_tokens == 0 or job.parts or self._passages.gate.closed:
             job.accept = "exact" if job.accept == "chunks" else job.accept
         elif job.accept is None:
             job.accept = "chunks"
@@ -114,10 +121,11 @@ class ChunkConnector(StoreConnector):
         if job.accept != "chunks":
             return
         n_exact = max(job.n_fetched, n)
-        options, method = self._passages.chosen(job.request.chunks or ChunkChoice())
+        options, method = self._passages.chosen(_choice(job.request))
         found = self._passages.find(job.prompt, self._identity(job.tenant), n_exact, options)
         rows = [(segment, self._rows.cut(blocks)) for segment, blocks in found]
-        job.set_passages(PassageRows(rows, method) if rows else None, str(method))
+        part = ChunkPart(rows, method, job.n_prompt) if rows else None
+        job.import_rows(part.begin if part is not None else 0, part, str(method))
 
     # --- checks, on a thread of their own ---
 
@@ -166,3 +174,17 @@ class ChunkConnector(StoreConnector):
         tokens = waiting.tokens[p0 : p0 + llm.n_batch]
         llm.kv.fill(tokens, np.arange(p0, p0 + len(tokens)), seq.id, logits=True)
         return logits_at(llm, -1)
+
+
+def _choice(request: Request) -> ChunkChoice:
+    """Return how a request wants chunks to be found and repaired.
+
+    Raises:
+        ValueError: its `reuse_options` are something else.
+    """
+    options = request.reuse_options
+    if options is None:
+        return ChunkChoice()
+    if not isinstance(options, ChunkChoice):
+        raise ValueError(f"reuse_options={options!r}: a ChunkConnector takes a ChunkChoice")
+    return options

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.contract import Observer
+from mixedkv.engine.schedule.request import Request
 from mixedkv.llama import Llama
 from mixedkv.start.sequences import SequencePool
 
@@ -36,6 +37,13 @@ class KVConnector(Protocol):
     def attach(self, engine: ConnectedEngine) -> None:
         """Receive the engine, which calls this once before anything else."""
 
+    def check(self, request: Request) -> None:
+        """Refuse a request that asks for rows which this connector does not find; called on any thread.
+
+        Raises:
+            ValueError: the message begins with the field.
+        """
+
     def fetch(self, job: Job) -> bool:
         """Look for the KV of a new job's prompt; called on the submitting thread. Return False if there is
         nothing to look for. Otherwise call `engine.ready(job)` later, with `job.offer` set if KV was found.
@@ -59,9 +67,49 @@ class KVConnector(Protocol):
         its `version` changes, so they can be read by `engine.call` between later steps.
         """
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, Any] | None:
         """Return counts and sizes for people to read."""
         ...
 
     def close(self) -> None:
         """Finish what was begun. The engine still runs."""
+
+
+class NoConnector:
+    """A `KVConnector` that keeps nothing: prompts start from the context's own rows."""
+
+    def attach(self, engine: ConnectedEngine) -> None:
+        """Do nothing."""
+
+    def check(self, request: Request) -> None:
+        refuse_chunks(request)
+
+    def fetch(self, job: Job) -> bool:
+        return False
+
+    def read(self, job: Job, n: int) -> bool:
+        return False
+
+    def evaluated(self, job: Job, index: int) -> None:
+        """Do nothing."""
+
+    def offload(self, job: Job) -> None:
+        """Do nothing."""
+
+    def stats(self) -> None:
+        return None
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def refuse_chunks(request: Request) -> None:
+    """Refuse a request for what only a `ChunkConnector` finds.
+
+    Raises:
+        ValueError: the request asks for chunks.
+    """
+    if request.reuse_options is not None:
+        raise ValueError("chunks: give the engine a ChunkConnector(store), which finds them")
+    if request.reuse == "chunks":
+        raise ValueError("reuse='chunks': give the engine a ChunkConnector(store), which finds them")

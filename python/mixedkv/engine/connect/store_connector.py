@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mixedkv.engine.connect.kv_connector import ConnectedEngine
+from mixedkv.engine.connect.kv_connector import ConnectedEngine, refuse_chunks
 from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ClosedError
 from mixedkv.kv.block import KVBlock
 from mixedkv.kv.fetched import Fetched
@@ -172,6 +173,14 @@ class StoreConnector:
 
     # --- the engine's hooks ---
 
+    def check(self, request: Request) -> None:
+        """Refuse a request for chunks, which this connector does not find.
+
+        Raises:
+            ValueError: the message begins with the field.
+        """
+        refuse_chunks(request)
+
     def evaluated(self, job: Job, index: int) -> None:
         """Without a thread, store the prompt before the next step; others are stored when the job is done."""
         if not self._engine.threaded and job.request.store and job.request.sampling is not None:
@@ -305,7 +314,7 @@ class StoreConnector:
         exact_only = self._engine.pool.is_exact_only(job.accept)
         identity = self._identity(job.tenant)
         match = self.store.find(identity, tokens, exact_only=exact_only)
-        if match is not None and (n := job.outside_pictures(match.n_tokens)) < match.n_tokens:
+        if match is not None and (n := job.outside_parts(match.n_tokens)) < match.n_tokens:
             match = self.store.find(identity, tokens[:n], exact_only=exact_only)
         return Offer(match) if match is not None else None
 

@@ -7,10 +7,10 @@ and how long steps take. One round of the engine is
     scheduler.drop_cancelled()
     scheduler.admit()            who gets a sequence, and from which existing rows it starts
     plan = scheduler.plan()      what the step evaluates: a `StepPlan`
-    ... `plan.runs` are evaluated in one llama_decode; without free cells: scheduler.relieve(), and plan again
+    ... `plan.runs` are evaluated in one llama_decode; without free cells: scheduler.preempt(), and plan again
     scheduler.evaluated(plan)    the tokens have rows now
     ... tokens are chosen; who has its whole answer: scheduler.leave(one)
-    ... `plan.stitches` and `plan.pictures` are evaluated, each in decodes of its own
+    ... `plan.parts` are evaluated, each in decodes of its own: scheduler.part_done(...) where one is done
     scheduler.took(plan, seconds)
     scheduler.save()             checkpoints that are due, while the answers are on their way
 """
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from mixedkv.engine.schedule.progress import Progress
+from mixedkv.prompts.part import PromptPart
 
 P = TypeVar("P", bound=Progress)
 
@@ -40,19 +41,26 @@ class Run(Generic[P]):
     spoiled: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class PartRun(Generic[P]):
+    """A part of a job's prompt, which may take about `n` tokens of the step's budget."""
+
+    job: P
+    part: PromptPart
+    n: int
+
+
 @dataclass(slots=True)
 class StepPlan(Generic[P]):
     """The work of a step: one token each of `n_streams` answers, `n_drafts` draft tokens after these, and
-    `n_prompt` tokens of prompts. Prompt tokens in reused passages are in `stitches`, those in images in
-    `pictures`.
+    `n_prompt` tokens of prompts, those of `parts` included.
     """
 
     runs: list[Run[P]] = field(default_factory=list)
     n_streams: int = 0
     n_prompt: int = 0
     n_drafts: int = 0
-    stitches: list[Run[P]] = field(default_factory=list)
-    pictures: list[Run[P]] = field(default_factory=list)
+    parts: list[PartRun[P]] = field(default_factory=list)
 
     def __len__(self) -> int:
         """Return the number of tokens."""

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.engine.schedule.request import Request
-from mixedkv.images.picture import Picture, place
 from mixedkv.prompts.overflow import Gap, LongPrompt, without
+from mixedkv.prompts.part import PromptPart, place
 from mixedkv.start.sequences import Reuse, Sequence
 from mixedkv.tokens import Tokens
 
@@ -26,24 +26,6 @@ class StoredPrefix(Protocol):
 
     @property
     def is_loaded(self) -> bool: ...
-
-
-class Stitching(Protocol):
-    """Passages of a prompt whose rows come from other sequences and are put into its own."""
-
-    @property
-    def begin(self) -> int:
-        """Position of the first passage's first token."""
-
-    @property
-    def begun(self) -> bool: ...
-
-    @property
-    def n_left(self) -> int:
-        """About how many tokens are still to be evaluated, once stitching has begun."""
-
-    def behind(self, n: int) -> Stitching | None:
-        """Return what of the passages is behind the first `n` tokens, not begun; None if nothing is."""
 
 
 _LEAST = 32  # tokens
@@ -60,6 +42,8 @@ class PromptTokens:
         gap: what is missing in `tokens`, and in `prompt`.
         n_left_out, n_answer_dropped: tokens missing in the prompt before work began, and in the answer.
         boundaries: where messages of the prompt begin and end.
+        boundary: how many of its tokens the prompt of the next turn will begin with; 0 for all.
+        parts: parts of the prompt that are evaluated by themselves, by where they begin.
     """
 
     def __init__(self, request: Request) -> None:
@@ -69,7 +53,7 @@ class PromptTokens:
         self.long: LongPrompt | None = None
         self.gap: Gap | None = None
         self.n_left_out = self.n_answer_dropped = 0
-        self.pictures: dict[int, Picture] = place(request.pictures, self.prompt) if request.pictures else {}
+        self.parts: dict[int, PromptPart] = dict(place(request.parts, self.prompt)) if request.parts else {}
         self.boundaries: Seq[int] = ()
         self.boundary = request.boundary
 
@@ -82,18 +66,30 @@ class PromptTokens:
         """Return what a `Batch` takes of the tokens at positions p0 to p1."""
         return self.tokens[p0:p1]
 
-    def outside_pictures(self, n: int) -> int:
-        """Return `n`, or where the picture begins that the first `n` tokens would cut."""
-        return next((at for at, picture in self.pictures.items() if at < n < at + len(picture.ids)), n)
+    def outside_parts(self, n: int) -> int:
+        """Return `n`, or where the part begins that cannot be cut and that the first `n` tokens would cut."""
+        return next(
+            (at for at, part in self.parts.items() if at < n < at + part.n_tokens and not part.can_cut), n
+        )
 
     @property
     def n_cells(self) -> int:
-        """Return how many cells all tokens take. A picture whose positions have time, row and column has more
-        rows than positions.
-        """
-        return len(self.tokens) + sum(
-            max(0, len(picture) - len(picture.ids)) for picture in self.pictures.values()
-        )
+        """Return how many cells all tokens take."""
+        return len(self.tokens) + sum(part.n_cells - part.n_tokens for part in self.parts.values())
+
+    @property
+    def n_shareable(self) -> int:
+        """Return how many tokens are before the first part that others cannot share."""
+        return min((at for at, part in self.parts.items() if part.optional), default=len(self.tokens))
+
+    def drop_optional_parts(self) -> None:
+        """Have the tokens of parts evaluated that are only a shortcut."""
+        self.parts = {at: part for at, part in self.parts.items() if not part.optional}
+
+    def cut_parts(self, n: int) -> None:
+        """Note that the first `n` tokens have rows, before any part has begun."""
+        left = (part.after(at, n) for at, part in self.parts.items())
+        self.parts = dict(filter(None, left))
 
     @property
     def n_answer(self) -> int:
@@ -183,8 +179,7 @@ class Progress(PromptTokens, WorkCounts):
         offer: KV of the prompt that was found in a store and is not read yet.
         matched: the best start in the context, and the state of the context when it was looked for.
         fetched: stored rows of the prompt that are loaded, or will be, where the context has fewer.
-        passages: passages of other prompts that are still to be put into the sequence.
-        method: how passages are repaired.
+        method: how rows that were computed elsewhere are repaired; "" where none are used.
     """
 
     def __init__(self, request: Request) -> None:
@@ -201,12 +196,11 @@ class Progress(PromptTokens, WorkCounts):
         self.seq: Sequence | None = None
         self.paused: Sequence | None = None
         self.n_had = 0
-        self._settled_until = 0  # tokens of the answer
+        self._held_until = 0  # tokens of the answer
         self.save_at: list[int] = []
         self.offer: object | None = None
         self.matched: tuple[object, Any] | None = None
         self.fetched: StoredPrefix | None = None
-        self.passages: Stitching | None = None
         self.method = ""
 
     @property
@@ -219,51 +213,41 @@ class Progress(PromptTokens, WorkCounts):
         """Return how many tokens to evaluate before the next one can be chosen."""
         return len(self.tokens) - self.n_rows
 
-    def settle(self, n: int) -> None:
+    def hold_place(self, n: int) -> None:
         """Keep the place until `n` more tokens of the answer are chosen."""
-        self._settled_until = self.n_answer + n
+        self._held_until = self.n_answer + n
 
     @property
-    def is_settled(self) -> bool:
+    def holds_place(self) -> bool:
         """True if it does not give way to others now."""
-        return self.n_answer < self._settled_until
+        return self.n_answer < self._held_until
 
     def save_also(self, n: int) -> None:
         """Take a checkpoint after `n` tokens too."""
         self.save_at = sorted({*self.save_at, n})
 
     @property
-    def n_plain(self) -> int:
-        """Return how many tokens are before the first passage: those are evaluated in order, exactly."""
-        return self.passages.begin if self.passages is not None else len(self.tokens)
+    def part(self) -> PromptPart | None:
+        """Return the part to evaluate next; None if a token is next."""
+        return self.parts.get(self.n_rows)
 
     @property
-    def at_passages(self) -> bool:
-        """True if a passage comes next."""
-        return self.passages is not None and self.n_rows >= self.n_plain
-
-    @property
-    def stitching(self) -> bool:
-        """True while passages are being put together. Until that is done nobody else can use the rows."""
-        return self.passages is not None and self.passages.begun
+    def is_half_done(self) -> bool:
+        """True while a part is being evaluated in slices. Until that is done nobody else can use the rows."""
+        return (part := self.part) is not None and part.n_left is not None
 
     @property
     def n_to_do(self) -> int:
         """Return about how many tokens are still to be evaluated."""
-        return self.passages.n_left if self.passages is not None and self.stitching else self.n_remaining
+        part = self.part
+        return part.n_left if part is not None and part.n_left is not None else self.n_remaining
 
     def up_to_checkpoint(self, n: int) -> int:
-        """Return how many of the next `n` tokens come before the next checkpoint, picture or passage."""
+        """Return how many of the next `n` tokens come before the next checkpoint or part."""
         if self.most_in_step is not None:
             n = min(n, self.most_in_step)
-        left = next((at - self.n_rows for at in self.save_at if at > self.n_rows), n)
-        seen = next((at - self.n_rows for at in self.pictures if at > self.n_rows), n)
-        return min(n, left, seen, self.n_plain - self.n_rows)
-
-    @property
-    def picture(self) -> Picture | None:
-        """Return the picture to evaluate next; None if a token is next."""
-        return self.pictures.get(self.n_rows)
+        n_rows = self.n_rows
+        return min([n, *(at - n_rows for at in (*self.save_at, *self.parts) if at > n_rows)])
 
     def begin(self, seq: Sequence, n_cached: int, exact: bool) -> bool:
         """Have a sequence with `n_cached` tokens of the prompt in it, which can be gone on from exactly or
@@ -290,19 +274,27 @@ class Progress(PromptTokens, WorkCounts):
         """True while stored rows are still to be loaded."""
         return self.fetched is not None and not self.fetched.is_loaded
 
-    def set_passages(self, passages: Stitching | None, method: str) -> None:
-        self.passages, self.method = passages, method
+    def import_rows(self, begin: int, part: PromptPart | None, method: str) -> None:
+        """Set a part whose rows were computed elsewhere, if some were found, and how they are repaired."""
+        self.method = method
+        if part is not None:
+            self.parts[begin] = part
 
-    def stitched(self, n_kept: int) -> None:
-        """Note that all of the prompt but its last token has rows; those of `n_kept` tokens were computed
-        elsewhere.
+    def no_imports(self) -> None:
+        """Evaluate all tokens."""
+        self.drop_optional_parts()
+        self.method = ""
+
+    def imported(self, part: PromptPart, n_reused: int) -> None:
+        """Note that a part has rows of which `n_reused` were computed elsewhere: nobody else can use them as
+        exact ones.
         """
         assert self.seq is not None
-        self.seq.tokens.extend(self.prompt[self.n_rows : -1].tolist())
-        self.seq.stitched, self.seq.chunks = True, self.request.chunks
+        self.seq.tokens.extend(self.tokens[self.n_rows : self.n_rows + part.n_tokens])
+        self.seq.stitched, self.seq.chunks = True, self.request.reuse_options
         self.exact = False
-        self.n_cached, self.n_approximate = (self.n_cached or 0) + n_kept, self.n_approximate + n_kept
-        self.passages = None
+        self.n_cached, self.n_approximate = (self.n_cached or 0) + n_reused, self.n_approximate + n_reused
+        self.drop_optional_parts()
 
     @property
     def n_evaluated(self) -> int:
@@ -312,7 +304,7 @@ class Progress(PromptTokens, WorkCounts):
     def leave_out(self, long: LongPrompt, n: int) -> None:
         super().leave_out(long, n)
         self.fetched = None
-        self.set_passages(None, "")
+        self.no_imports()
 
     def drop(self, begin: int, end: int) -> None:
         super().drop(begin, end)
@@ -320,4 +312,5 @@ class Progress(PromptTokens, WorkCounts):
 
     def close(self) -> None:
         """Free what is only needed while the job runs; the numbers stay."""
-        self.fetched = self.passages = self.long = None
+        self.fetched = self.long = None
+        self.drop_optional_parts()

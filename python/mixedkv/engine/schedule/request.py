@@ -8,13 +8,12 @@ from typing import get_args
 
 import numpy as np
 
-from mixedkv.chunks.chunk_reuse import ChunkChoice
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.text.answer_reader import AnswerReader
 from mixedkv.engine.text.thought import ThoughtTags
-from mixedkv.images.picture import Picture
 from mixedkv.limits import whole
 from mixedkv.prompts.overflow import Overflow
+from mixedkv.prompts.part import GivenPart
 from mixedkv.start.sequences import Reuse
 from mixedkv.tokens import Tokens
 
@@ -24,7 +23,7 @@ class Request:
     """A prompt to evaluate and an answer to generate.
 
     Attributes:
-        prompt: token ids, at least one; those of pictures are negative.
+        prompt: token ids, at least one; ids of `parts` are negative.
         max_tokens: maximum length of the answer; 0 only evaluates the prompt.
         sampling: how the answer's tokens are chosen; None only where none is chosen.
         tenant: whose request it is; rows are shared within a tenant only.
@@ -50,7 +49,8 @@ class Request:
             leave thoughts out of the history; 0 for all.
         reuse: which existing rows the prompt starts from, see `Reuse`; True is the engine's default, False
             evaluates everything.
-        chunks: how passages are found and repaired; None is the connector's way.
+        reuse_options: how rows that were computed elsewhere are found and repaired, in terms of the engine's
+            connector, which checks them; None is its own way.
         store: keep the KV after the answer, in the context and in the store, if there is one.
         keep: keep the rows as a prefix for other requests.
         overflow: "slide" drops the middle of what does not fit the context, of the prompt and during the
@@ -59,13 +59,12 @@ class Request:
             default.
         prediction: a text that the answer may contain; where it does, tokens are checked instead of
             generated.
-        pictures: the images in the prompt, in order.
+        parts: what stands in the prompt besides tokens, in order: see `prompts.part`.
         message_ends: ids of messages in the prompt, and how many tokens it has up to the end of each.
 
     Raises:
         TypeError: `max_tokens` or `n_logprobs` is no whole number.
-        ValueError: `reuse`, `overflow`, `max_tokens` or `n_logprobs` has no such value, or `chunks` is given
-            and may not be reused.
+        ValueError: `reuse`, `overflow`, `max_tokens` or `n_logprobs` has no such value.
     """
 
     prompt: Tokens | Sequence[int]
@@ -91,22 +90,18 @@ class Request:
     reader: Callable[[], AnswerReader] = AnswerReader
     boundary: int = 0
     reuse: bool | Reuse = True
-    chunks: ChunkChoice | None = None
+    reuse_options: object | None = None
     store: bool = True
     keep: bool = False
     overflow: Overflow = "refuse"
     speculation: str | None = None
     prediction: str = ""
-    pictures: Sequence[Picture] = ()
+    parts: Sequence[GivenPart] = ()
     message_ends: Sequence[tuple[str, int]] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.reuse, bool) and self.reuse not in get_args(Reuse):
             raise ValueError(f"reuse={self.reuse!r}: use True, False, or one of {', '.join(get_args(Reuse))}")
-        if self.chunks is not None and self.reuse in (False, "exact", "prefix"):
-            raise ValueError(f"chunks: passages cannot be reused with reuse={self.reuse!r}: leave one out")
-        if self.chunks is not None and self.prompt_logprobs is not None:
-            raise ValueError("chunks: passages cannot be reused with prompt_logprobs: leave one out")
         whole("max_tokens", self.max_tokens, 0)
         if self.n_logprobs is not None:
             whole("n_logprobs", self.n_logprobs, 0)
@@ -121,5 +116,5 @@ class Request:
 
     @property
     def slides(self) -> bool:
-        """True if the middle of the request may be dropped to fit the context; images cannot be cut."""
-        return self.overflow == "slide" and not self.pictures
+        """True if the middle of the request may be dropped to fit the context, which has tokens alone."""
+        return self.overflow == "slide" and not self.parts

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Generic
 
-from mixedkv.engine.schedule.contract import Observer, P, Run, StepPlan
+from mixedkv.engine.schedule.contract import Observer, P, PartRun, Run, StepPlan
 from mixedkv.engine.schedule.fair_queue import FairQueue
 from mixedkv.engine.schedule.pacing import Pace, share
 from mixedkv.start.checkpoints import places
@@ -54,7 +54,7 @@ class Scheduler(Generic[P]):
         self.pool, self.parallel = pool, parallel
         self.waiting: FairQueue[P] = FairQueue(limits)
         self.running: list[P] = []
-        self._lost: list[P] = []
+        self._unstartable: list[P] = []
         self._moved: set[P] = set()  # jobs that `admit` has started or paused
         self._passed_by: P | None = None  # the job whose turn it was when it had no room
         self._passed: list[P] = []  # jobs that started before it
@@ -86,8 +86,7 @@ class Scheduler(Generic[P]):
         """Free a job's place; its rows stay as an idle prefix."""
         self.save()
         seq = self._take(job)
-        half = job.stitching  # nobody can use half-stitched rows
-        if half or not (job.request.store or job.goes_on):
+        if job.is_half_done or not (job.request.store or job.goes_on):
             self.pool.drop(seq)
         elif seq.tokens and job.goes_on:
             self.pool.pause(seq)
@@ -109,7 +108,7 @@ class Scheduler(Generic[P]):
         tokens, in steps without others.
         """
         job.alone = True
-        self._preempt(job)
+        self._take_rows(job)
 
     def refetch(self, job: P) -> None:
         """Let a job go on without the rows that were fetched for it, if it can."""
@@ -118,7 +117,7 @@ class Scheduler(Generic[P]):
         self.pool.clear(job.seq)
         if job.first:
             self.abandon(job)
-            self._lost.append(job)
+            self._unstartable.append(job)
 
     def clear(self) -> list[P]:
         """Close and return every job; nobody owns the context's rows any more."""
@@ -129,13 +128,13 @@ class Scheduler(Generic[P]):
         self.waiting.clear()
         return jobs
 
-    def take_lost(self) -> list[P]:
+    def pop_unstartable(self) -> list[P]:
         """Return jobs that cannot start, since the rows they go on from have gone."""
-        lost, self._lost = self._lost, []
-        for job in lost:
+        jobs, self._unstartable = self._unstartable, []
+        for job in jobs:
             job.close()
             self._observer.cancelled(job)
-        return lost
+        return jobs
 
     def _take(self, job: P) -> Sequence:
         self.running.remove(job)
@@ -198,7 +197,8 @@ class Scheduler(Generic[P]):
         loaded, in the call of `admit` that started it, and until it has made use of rows that it had lost.
         """
         jobs = (job for job in reversed(self.running) if job.tenant == tenant and job not in self._moved)
-        return next((job for job in jobs if not (job.is_loading or job.stitching or job.is_settled)), None)
+        free = (job for job in jobs if not (job.is_loading or job.is_half_done or job.holds_place))
+        return next(free, None)
 
     def _comes_soon(self, job: P) -> bool:
         """Return whether a running job is about to evaluate rows that this one can share."""
@@ -207,7 +207,7 @@ class Scheduler(Generic[P]):
         ]
         here = self.match(job).n if others else 0
         for other in others:
-            n = min(common_prefix(other.prompt, job.prompt), job.n_prompt - 1, other.n_plain)
+            n = min(common_prefix(other.prompt, job.prompt), job.n_prompt - 1, other.n_shareable)
             if n - max(here, other.n_rows, job.n_fetched) >= _WAIT_FOR:
                 return self._worth_it(other, n, self.pool.is_exact_only(job.accept))
         return False
@@ -233,7 +233,7 @@ class Scheduler(Generic[P]):
         match = self._match(job)
         if max(match.n, job.n_fetched) < job.first:
             self.waiting.remove(job)
-            self._lost.append(job)
+            self._unstartable.append(job)
             return True
         if job.fetched is None:
             pass
@@ -254,13 +254,13 @@ class Scheduler(Generic[P]):
         seq.gap = job.gap
         if job.begin(seq, match.n, match.exact):
             self._observer.started(job)
-        if match.moved and job.gap is not None:  # a prompt that slid has no chunks to repair or to check
-            job.set_passages(None, "")
-        elif job.passages is not None:
-            job.passages = job.passages.behind(max(match.n, job.n_fetched))
+        if match.moved and job.gap is not None:  # rows of a prompt that slid are not repaired or checked
+            job.no_imports()
+        else:
+            job.cut_parts(max(match.n, job.n_fetched))
         self._plan_checkpoints(job, seq, match)
         if (n_lost := job.n_had - max(match.n, job.n_fetched)) > 0:
-            job.settle(1 + n_lost // _REPAID)
+            job.hold_place(1 + n_lost // _REPAID)
         job.paused, job.n_had = None, 0
         self.waiting.remove(job)
         self.running.append(job)
@@ -307,7 +307,8 @@ class Scheduler(Generic[P]):
         """
         state = self.pool.stamp, len(job.tokens), job.n_dropped
         if job.matched is None or job.matched[0] != state:
-            job.matched = state, self.pool.match(job.tenant, job.all_tokens, job.accept, job.request.chunks)
+            options = job.request.reuse_options
+            job.matched = state, self.pool.match(job.tenant, job.all_tokens, job.accept, options)
         match: SequenceMatch = job.matched[1]
         return match
 
@@ -358,13 +359,10 @@ class Scheduler(Generic[P]):
         budget = self._pace.budget(step.n_streams, len(prompts))
         budget = min(budget, self._n_batch - step.n_streams)
         for job, n in zip(prompts, share(budget, [job.n_to_do for job in prompts]), strict=True):
-            if job.at_passages:  # loading takes no tokens
-                step.stitches.append(Run(job, n, chooses=False))
-                step.n_prompt += n
-                continue
-            if n and job.picture is not None:  # a whole image, since its parts may attend to each other
-                step.pictures.append(Run(job, len(job.picture.ids), chooses=False))
-                step.n_prompt += len(job.picture)
+            if (part := job.part) is not None:
+                if (n_taken := part.budget(n)) is not None:
+                    step.parts.append(PartRun(job, part, n_taken))
+                    step.n_prompt += n_taken
                 continue
             n = job.up_to_checkpoint(n)
             if job.request.sampling and n == job.n_remaining and not step.n_streams and len(prompts) == 1:
@@ -387,9 +385,11 @@ class Scheduler(Generic[P]):
     def evaluated(self, step: StepPlan[P]) -> None:
         """Note that the step's tokens have rows."""
         self.waiting.count_step((job, self._places_of(job)) for job in self.running)
-        for run in [*step.runs[step.n_streams :], *step.stitches, *step.pictures]:
-            self._prompt_service.add(run.job.tenant, run.n)
-        self.to_save += filter(None, map(self._add_rows, (run for run in step.runs if not run.spoiled)))
+        prompts = [(run.job, run.n) for run in step.runs[step.n_streams :]]
+        for job, n in [*prompts, *((run.job, run.n) for run in step.parts)]:
+            self._prompt_service.add(job.tenant, n)
+        new = (self._add_rows(run.job, run.n) for run in step.runs if not run.spoiled)
+        self.to_save += filter(None, new)
 
     def _places_of(self, job: P) -> float:
         """Return for how many places a job counts: one, or what its share of the context comes to, since a
@@ -397,17 +397,26 @@ class Scheduler(Generic[P]):
         """
         return max(1.0, self.parallel * job.n_cells / self._n_ctx)
 
-    def has_rows(self, run: Run[P]) -> None:
-        """Note that a picture, or tokens of a passage, have rows."""
-        if seq := self._add_rows(run):
+    def part_done(self, run: PartRun[P], n_reused: int) -> None:
+        """Note that a part has rows, of which `n_reused` were computed elsewhere."""
+        if run.part.optional:
+            run.job.imported(run.part, n_reused)
+        elif seq := self._add_rows(run.job, run.part.n_tokens):
             self.pool.save(seq)
 
-    def _add_rows(self, run: Run[P]) -> Sequence | None:
+    def give_up_parts(self, job: P) -> None:
+        """Evaluate the tokens of a job in place of its optional parts, which could not be evaluated."""
+        assert job.seq is not None
+        job.no_imports()
+        self.pool.clear(job.seq)
+        job.set_cached(0)
+
+    def _add_rows(self, job: P, n: int) -> Sequence | None:
         """Count new rows; return the sequence if a checkpoint of it is to be taken now."""
-        job, seq = run.job, run.job.seq
+        seq = job.seq
         assert seq is not None
-        seq.tokens.extend(job.tokens[job.n_rows : job.n_rows + run.n])
-        job.exact = job.exact and self.pool.is_exact(seq, len(seq.tokens) - run.n)
+        seq.tokens.extend(job.tokens[job.n_rows : job.n_rows + n])
+        job.exact = job.exact and self.pool.is_exact(seq, len(seq.tokens) - n)
         return seq if job.n_rows in job.save_at else None
 
     def save(self) -> None:
@@ -424,7 +433,7 @@ class Scheduler(Generic[P]):
         self._pace.observe(step.n_streams, step.n_prompt, seconds)
         self._observer.step(step.n_streams, step.n_prompt, seconds)
 
-    def relieve(self) -> P | None:
+    def preempt(self) -> P | None:
         """Free cells for a step that found none: those of an idle prefix, otherwise those of the youngest
         answer of the tenant that holds the most; of answers that have to make up for lost rows only if there
         are no others. If there is only one answer it has to end, and is returned.
@@ -432,10 +441,10 @@ class Scheduler(Generic[P]):
         if self.pool.evict():
             self._observer.evicted()
         elif len(self.running) > 1:
-            jobs = [job for job in self.running if not job.is_settled] or self.running
+            jobs = [job for job in self.running if not job.holds_place] or self.running
             cells = self._cells(jobs)
             # of tenants that hold the same the youngest answer too, so that the oldest one gets on
-            self._preempt(max(reversed(jobs), key=lambda job: cells[job.tenant]))
+            self._take_rows(max(reversed(jobs), key=lambda job: cells[job.tenant]))
         else:
             return self.running[0]
         return None
@@ -489,7 +498,7 @@ class Scheduler(Generic[P]):
         self._wait_again(job)
         self._observer.paused()
 
-    def _preempt(self, job: P) -> None:
+    def _take_rows(self, job: P) -> None:
         """Take a job's rows. It continues later from its tokens."""
         job.n_had = job.n_rows
         self.pool.drop(self._take(job))
@@ -499,6 +508,6 @@ class Scheduler(Generic[P]):
     def _wait_again(self, job: P) -> None:
         job.seq = None
         job.fetched = None
-        job.set_passages(None, "")
+        job.no_imports()
         self.waiting.appendleft(job)
         self._moved.add(job)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from mixedkv.chunks.chunk_reuse import ChunkChoice
 from mixedkv.engine import Chat, Constraint, Job, RenderedChat, Request, Sampling
 from mixedkv.errors import ContextLengthError
-from mixedkv.images.picture import PromptImage
+from mixedkv.prompts.part import Insert
 from mixedkv.server.api.request_limits import check_request
 from mixedkv.server.api.schemas import GenerationFields
 from mixedkv.server.api_error import ApiError, bad_request, from_engine
@@ -36,7 +36,7 @@ class TokenizedPrompt:
     tokens: Sequence[int]
     field: str = "prompt"
     chat: RenderedChat | None = None
-    images: Sequence[PromptImage] = ()
+    images: Sequence[Insert] = ()
     message_ends: Sequence[tuple[str, int]] = ()
 
 
@@ -100,12 +100,12 @@ def request_of(
         post_sampling=body.post_sampling,
         prompt_logprobs=body.prompt_logprobs,
         reuse=(body.reuse or True) if caches else False,
-        chunks=None if body.chunks is None else ChunkChoice(**body.chunks.model_dump()),
+        reuse_options=None if body.chunks is None else ChunkChoice(**body.chunks.model_dump()),
         store=caches,
         overflow="slide" if body.slides(server.settings.overflow) and not prompt.images else "refuse",
         speculation=body.speculation,
         prediction=body.predicted_text,
-        pictures=[picture for image in prompt.images for picture in image.pictures],
+        parts=[part for image in prompt.images for part in image.parts],
         thought_budget=_thought_budget(server, body),
         message_ends=prompt.message_ends,
         **(engine.tokenizer.answer_fields(chat, len(prompt.tokens)) if chat is not None else {}),

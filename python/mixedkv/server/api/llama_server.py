@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from starlette.responses import Response
 
 from mixedkv.engine import Constraint, Delta, Done, Job
-from mixedkv.images.picture import MARK
+from mixedkv.prompts.part import MARK
 from mixedkv.server.api.engine_request import TokenizedPrompt, make_jobs
 from mixedkv.server.api.llama_settings import about_answer, prompt_text
 from mixedkv.server.api.logprobs import chat_logprobs, prompt_logprobs

@@ -9,9 +9,9 @@ from typing import Any
 
 from mixedkv.engine import Chat, Part, RenderedChat, TemplateOptions, ToolChoice
 from mixedkv.images.decoding import decoded
-from mixedkv.images.picture import PromptImage
 from mixedkv.images.pixels import n_pixels, read_data_url
 from mixedkv.images.projector import Projector
+from mixedkv.images.prompt_image import PromptImage
 from mixedkv.limits import check_depth
 from mixedkv.server.api.schemas import ChatFields, ChatRequest, Message, NamedTool, Tool
 from mixedkv.server.api_error import ApiError, bad_request, prompt_error

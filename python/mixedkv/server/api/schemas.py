@@ -19,9 +19,9 @@ from pydantic import (
 
 from mixedkv.chunks.chunk_reuse import Repair
 from mixedkv.engine import Constraint
-from mixedkv.images.picture import MARK
 from mixedkv.limits import INT32_MAX, SAMPLERS
 from mixedkv.prompts.overflow import Overflow
+from mixedkv.prompts.part import MARK
 from mixedkv.server.fields import (
     FLAG,
     LIST,
@@ -149,7 +149,7 @@ class Message(Model):
 
     @property
     def text(self) -> str:
-        """The message's text, with `images.MARK` in the place of each image."""
+        """The message's text, with `prompts.part.MARK` in the place of each image."""
         if isinstance(self.content, list):
             return "".join(MARK if isinstance(part, ImagePart) else part.text for part in self.content)
         return self.content or self.refusal or ""

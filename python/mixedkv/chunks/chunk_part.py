@@ -1,0 +1,64 @@
+"""The rest of a prompt from its first reused chunk on: rows from other prompts, and what is evaluated between
+them.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from mixedkv.chunks.repair import Method
+from mixedkv.chunks.stitch import Rows, Stitch, behind
+from mixedkv.llama import Llama
+from mixedkv.prompts.part import Outcome
+from mixedkv.tokens import Tokens
+
+
+class ChunkPart:
+    """Tokens of a prompt from its first chunk on, but the last: a `prompts.part.PromptPart`.
+
+    Args:
+        rows: the chunks and their rows, in order; at least one.
+        method: how they are repaired.
+        n_prompt: tokens of the prompt.
+    """
+
+    kind: ClassVar[str] = "chunks"
+    can_cut: ClassVar[bool] = True
+    optional: ClassVar[bool] = True
+
+    def __init__(self, rows: Rows, method: Method, n_prompt: int) -> None:
+        self._rows, self._method, self._n_prompt = rows, method, n_prompt
+        self.begin = rows[0][0].begin
+        self._stitch: Stitch | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        return self._n_prompt - 1 - self.begin
+
+    @property
+    def n_cells(self) -> int:
+        return self.n_tokens
+
+    @property
+    def n_left(self) -> int | None:
+        return self._stitch.n_left if self._stitch is not None else None
+
+    def budget(self, n: int) -> int:
+        """Return `n`: it goes on in every step, since loading rows takes no tokens."""
+        return n
+
+    def after(self, begin: int, n: int) -> tuple[int, ChunkPart] | None:
+        if not (rows := behind(self._rows, n)):
+            return None
+        part = ChunkPart(rows, self._method, self._n_prompt)
+        return part.begin, part
+
+    def evaluate(self, llm: Llama, prompt: Tokens, begin: int, seq: int, n: int) -> Outcome:
+        try:
+            if self._stitch is None:
+                self._stitch = Stitch(llm, prompt, self._rows, begin, self._method, seq)
+            if self._stitch.advance(n):
+                return Outcome("goes on")
+            return Outcome("done", n_reused=int(self._stitch.kept.sum()))
+        except Exception as error:  # whatever is wrong with rows from elsewhere: they are only a shortcut
+            return Outcome("given up", error=error)

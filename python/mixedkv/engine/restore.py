@@ -1,0 +1,56 @@
+"""Puts stored rows that were fetched for a job into its sequence, on the engine's thread."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+
+from mixedkv.engine.jobs.job import Job
+from mixedkv.engine.schedule.contract import Observer
+from mixedkv.engine.schedule.scheduler import Scheduler
+from mixedkv.kv.cache import KVCache
+from mixedkv.kv.fetched import Fetched, WrongRowsError
+
+log = logging.getLogger("mixedkv.engine")
+
+
+class Restorer:
+    """Loads fetched rows between steps. Tokens whose rows cannot be loaded are evaluated."""
+
+    def __init__(self, kv: KVCache, scheduler: Scheduler[Job], observer: Observer) -> None:
+        self._kv, self._scheduler, self._observer = kv, scheduler, observer
+
+    def restore(self) -> None:
+        """Load one fetched block, so that a long chain is spread over several steps. Where rows are refused
+        or wrong, the job evaluates its whole prompt.
+        """
+        job = next((job for job in self._scheduler.running if job.is_loading), None)
+        if job is None:
+            return
+        fetched = job.fetched
+        assert isinstance(fetched, Fetched)
+        doubted = fetched.doubt is not None
+        try:
+            self._advance(job, fetched)
+            if doubted and fetched.doubt is None:
+                self._observer.rechecked("")
+        except Exception as error:
+            log.warning("stored rows could not be loaded: %s", error)
+            if doubted and fetched.doubt is None:
+                self._observer.rechecked(str(error))
+            self._observer.restore_failed("wrong" if isinstance(error, WrongRowsError) else "load")
+            self._scheduler.refetch(job)
+        if not job.evaluated:  # not after a pause or a preemption
+            job.set_cached(job.n_rows)
+        if not job.is_loading:
+            self._observer.restored(job)
+
+    def _advance(self, job: Job, fetched: Fetched) -> None:
+        seq = job.seq
+        assert seq is not None
+        block = fetched.advance(self._kv, seq.id)
+        if block is None:
+            seq.tokens, seq.checkpoints = array("i"), []
+        else:
+            seq.tokens.extend(block.tokens.tolist())
+            seq.checkpoints.extend(block.checkpoints)
