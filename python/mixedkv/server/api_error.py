@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.responses import Response
@@ -69,28 +69,23 @@ class ApiError(Exception):
         self.headers, self.kind, self.numbers = {**waits, **(headers or {})}, kind, dict(numbers or {})
 
     @property
-    def _type(self) -> str:
-        """The type by the status, which is what Anthropic's clients know."""
+    def type_of_status(self) -> str:
+        """The type of errors with this status."""
         return _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def body(self) -> dict[str, Any]:
-        error = {"message": self.message, "type": self.kind or self._type, "param": self.param}
+        error = {"message": self.message, "type": self.kind or self.type_of_status, "param": self.param}
         return {"error": {**error, "code": self.code, **self.numbers}}
 
-    def anthropic_body(self) -> dict[str, Any]:
-        """Return the error in Anthropic's form."""
-        error = {**self.body()["error"], "type": self._type}
-        return {"type": "error", "error": error}
-
     def response(self, path: str = "") -> Response:
-        """Return the error in the format of the API at `path`: Anthropic's adds a type, Ollama's is the
-        message alone.
-        """
-        body = self.anthropic_body() if path.startswith("/v1/messages") else self.body()
-        if path.startswith("/api/"):
-            body = {"error": self.message}
+        """Return the error in the form of the API at `path`."""
+        form = next((form for begin, form in ERROR_FORMS.items() if path.startswith(begin)), ApiError.body)
+        body = form(self)
         # ASCII, since a message may quote text that cannot be encoded
         return Response(json.dumps(body), self.status, self.headers, "application/json")
+
+
+ERROR_FORMS: dict[str, Callable[[ApiError], dict[str, Any]]] = {}  # not OpenAI's, by how paths begin
 
 
 def from_engine(error: Exception, param: str = "prompt") -> ApiError:

@@ -21,21 +21,9 @@ from mixedkv import __version__
 from mixedkv.config.mixed import did_you_mean
 from mixedkv.doors.keys import Keys
 from mixedkv.doors.settings import in_words
-from mixedkv.server.api import (
-    chat_completions,
-    completions,
-    context,
-    embeddings,
-    info,
-    input_tokens,
-    kept_responses,
-    llama_server,
-    llama_tokens,
-    messages,
-    ollama,
-    responses,
-)
+from mixedkv.server.api import chat_completions, completions, context, embeddings, info
 from mixedkv.server.api_error import ApiError
+from mixedkv.server.compat import APIS
 from mixedkv.server.fields import place
 from mixedkv.server.http.json_body import SaidOnce
 from mixedkv.server.http.middleware import BodyLimit, OwnPagesOnly, ShortPaths
@@ -55,21 +43,10 @@ _GONE = 499  # nginx' status for a client that disconnected; nobody reads it
 
 
 _GENERATE = [  # endpoints that need a model which generates text
-    module.router
-    for module in (
-        chat_completions,
-        completions,
-        context,
-        input_tokens,
-        kept_responses,
-        llama_server,
-        messages,
-        ollama,
-        responses,
-    )
+    *(module.router for module in (chat_completions, completions, context)),
+    *(api.generating for api in APIS),
 ]
-_GENERATE.append(llama_tokens.template_router)
-_OTHERS = [embeddings.router, info.router, llama_tokens.router, ollama.models_router]
+_OTHERS = [embeddings.router, info.router, *(api.others for api in APIS)]
 
 
 def make_app(server: ServerState) -> FastAPI:

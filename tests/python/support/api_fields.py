@@ -12,8 +12,8 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from mixedkv.server.api.responses import ResponsesRequest
 from mixedkv.server.api.schemas import ChatRequest, CompletionRequest, EmbeddingRequest
+from mixedkv.server.compat.responses import ResponsesRequest
 from mixedkv.server.fields import IGNORED, REFUSED, Model
 
 ENDPOINTS: dict[str, tuple[type, type[Model]]] = {

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions and /v1/chat/completions/input_tokens."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from mixedkv.engine import Delta, Done, Job
-from mixedkv.server.api.chat_jobs import chat_jobs
+from mixedkv.server.api.chat_jobs import chat_jobs, chat_tokens
 from mixedkv.server.api.growing import Turn, check_version, respond_in
 from mixedkv.server.api.logprobs import chat_logprobs, prompt_logprobs
 from mixedkv.server.api.openai_answer import OpenAIAnswer
@@ -18,7 +18,7 @@ from mixedkv.server.api.schemas import ChatRequest
 from mixedkv.server.api.sse import sse
 from mixedkv.server.api.usage import usage
 from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, adapter_of, find_session, read_prompt, tenant
+from mixedkv.server.state import ServerState, adapter_of, find_session, model_of, read_prompt, tenant
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -34,6 +34,14 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     turn = Turn.of_chat(server, body, session, body.messages)
     jobs = await read_prompt(request, chat_jobs, server, body, owner, session, session=session)
     return await respond_in(turn, request, ChatAnswer(server, body, jobs))
+
+
+@router.post("/v1/chat/completions/input_tokens")
+async def count_tokens(body: ChatRequest, request: Request) -> Response:
+    """Count the tokens of a chat's prompt, without what its session has before it."""
+    tenant(request)
+    tokens = await read_prompt(request, chat_tokens, model_of(request, body.model), body)
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": len(tokens)})
 
 
 class ChatAnswer(OpenAIAnswer):

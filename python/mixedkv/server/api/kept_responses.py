@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Request
-from starlette.responses import JSONResponse, Response
+from fastapi import Path
 
 from mixedkv.engine import Job
 from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.server.api_error import ApiError, bad_request
-from mixedkv.server.http.json_body import JSONRoute
-from mixedkv.server.state import ServerState, server_state, tenant
+from mixedkv.server.state import ServerState
 from mixedkv.sessions import CacheSessionMetadata, CreateContextCacheRequest
 from mixedkv.sessions.records import MAX_MESSAGES, ErrorResponse
 
-router = APIRouter(route_class=JSONRoute)
 _TTL = 24 * 3600  # seconds
 _PREFIX = "resp_"
 _PAGE = 1000  # sessions that are looked at together
@@ -125,15 +122,12 @@ async def _oldest(server: ServerState, owner: str) -> str:
     return min(kept, key=lambda each: each.expires_at).session_id if kept else ""  # all live as long
 
 
-@router.delete("/v1/responses/{response_id}")
-async def delete_response(response_id: ResponseId, request: Request) -> Response:
-    """Delete a kept response."""
-    server, owner = server_state(request), tenant(request)
-    await history(server, response_id, owner, "response_id")
+async def forget(server: ServerState, response_id: str, owner: str, param: str) -> None:
+    """Forget a kept response. Raises as `history`."""
+    await find(server, response_id, owner, param)
     gone = await server.contexts.unregister_session_cache(response_id, tenant=owner)
     if isinstance(gone, ErrorResponse):
-        raise _unknown(response_id, "response_id")
-    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+        raise _unknown(response_id, param)
 
 
 def _no_room(full: ErrorResponse) -> ApiError:

@@ -649,27 +649,6 @@ class WarmRequest(Model):
         return self
 
 
-class TokenizeRequest(Model):
-    model: Name | None = None
-    content: Text
-    add_special: bool = Field(False, description="The text begins a prompt: with the tokens that do that.")
-    parse_special: bool = Field(True, description="Control tokens are read as such.")
-    with_pieces: bool = False
-
-
-class DetokenizeRequest(Model):
-    model: Name | None = None
-    tokens: Annotated[list[Whole], Field(fail_fast=True)]
-
-
-class ApplyTemplateRequest(ChatFields):
-    model: Name | None = None
-
-    @property
-    def goes_on(self) -> bool:
-        return self._ends_with_answer()
-
-
 class ContextRequest(CreateContextCacheRequest):
     """A context to keep, and if `max_tokens` is given an answer to it in the same call, sampled with
     `temperature` and `seed`.

@@ -35,9 +35,9 @@ from mixedkv.doors.metrics import SECONDS, http_counter
 from mixedkv.errors import ClosedError, QueueFullError
 from mixedkv.model.gguf_file import ModelFile, read_model_file
 from mixedkv.server.api.info import check_metrics_key
-from mixedkv.server.api.ollama import OllamaChat, OllamaGenerate, named_model, without_answer
 from mixedkv.server.api_error import ApiError, from_engine
 from mixedkv.server.app import App, all_routes, dress, include_endpoints
+from mixedkv.server.compat.ollama import OllamaChat, OllamaGenerate, named_model, without_answer
 from mixedkv.server.fields import Model, Name
 from mixedkv.server.http.json_body import SaidOnce, parse_in_turn
 from mixedkv.server.http.middleware import without

@@ -27,6 +27,7 @@ from mixedkv.server.api.schemas import AnyChoice, CompletionRequest, EmbeddingRe
 from mixedkv.server.api.sse import NDJSON, SentAnswer, json_line, respond
 from mixedkv.server.api.usage import cached_details
 from mixedkv.server.api_error import ApiError, bad_request
+from mixedkv.server.compat.foreign_api import ForeignAPI
 from mixedkv.server.fields import (
     FLAG,
     LIST,
@@ -439,7 +440,7 @@ class _Answer(SentAnswer):
         return json_line({**self._head(), "done": False, **_said(self._body, "")})
 
     def failed(self, error: ApiError) -> bytes:
-        return json_line({"error": error.message})
+        return json_line(_error(error))
 
     def _head(self) -> dict[str, Any]:
         return {"model": self.server.model_name, "created_at": now()}
@@ -626,3 +627,10 @@ def _short(n: int) -> str:
         if n >= size:
             return f"{n / size:.3g}{letter}" if n >= 100 * size else f"{n / size:.2f}{letter}"
     return str(n)
+
+
+def _error(error: ApiError) -> dict[str, Any]:
+    return {"error": error.message}
+
+
+API = ForeignAPI(generating=router, others=models_router, errors={"/api/": _error})

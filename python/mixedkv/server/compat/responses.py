@@ -15,9 +15,10 @@ from starlette.responses import JSONResponse, Response
 
 from mixedkv.engine import Delta, Done, Job, Part
 from mixedkv.ids import new_id
-from mixedkv.server.api.chat_jobs import translated_jobs
-from mixedkv.server.api.kept_responses import ResponseId, find, history, keep, will_keep
+from mixedkv.server.api.chat_jobs import chat_tokens, translated, translated_jobs
+from mixedkv.server.api.kept_responses import ResponseId, find, forget, history, keep, will_keep
 from mixedkv.server.api.schemas import (
+    ChatFields,
     Metadata,
     RefusalPart,
     StreamOptions,
@@ -28,6 +29,7 @@ from mixedkv.server.api.schemas import (
 from mixedkv.server.api.sse import PING, SentAnswer, named_sse, respond
 from mixedkv.server.api.usage import PromptProgress, cached_details, timings
 from mixedkv.server.api_error import ApiError
+from mixedkv.server.compat.foreign_api import ForeignAPI
 from mixedkv.server.fields import (
     LIST,
     OBJECT,
@@ -395,6 +397,29 @@ async def get_response(response_id: ResponseId, request: Request) -> Response:
     )
 
 
+@router.delete("/v1/responses/{response_id}")
+async def delete_response(response_id: ResponseId, request: Request) -> Response:
+    """Delete a kept response."""
+    await forget(server_state(request), response_id, tenant(request), "response_id")
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.post("/v1/responses/input_tokens")
+async def count_tokens(body: ResponsesRequest, request: Request) -> Response:
+    """Count the tokens of a response's prompt, with the history that it continues."""
+    owner = tenant(request)
+    server = model_of(request, body.model)
+    before = await history(server, body.previous_response_id, owner)
+    as_chat = partial(body.as_chat, [*before, *body.messages()])
+    tokens = await read_prompt(request, _tokens, server, as_chat)
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": len(tokens)})
+
+
+def _tokens(server: ServerState, as_chat: Any) -> list[int]:
+    fields = {name: value for name, value in as_chat().items() if name in ChatFields.model_fields}
+    return chat_tokens(server, translated(ChatFields, fields))
+
+
 def _items(message: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the items of an answer: thoughts, text and calls."""
     parts = [("reasoning", Part(reasoning=message.get("reasoning_content", "")))]
@@ -637,3 +662,6 @@ class _Answer(SentAnswer):
             "output_tokens_details": {"reasoning_tokens": job.n_thought},
             "total_tokens": job.n_given + job.n_answer,
         }
+
+
+API = ForeignAPI(generating=router)

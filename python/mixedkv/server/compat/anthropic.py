@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API. Bodies become chats of OpenAI's."""
+"""Anthropic's API: POST /v1/messages and /v1/messages/count_tokens. Bodies become chats of OpenAI's."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from mixedkv.server.api.schemas import ChatRequest, TextImagesOrDocuments, TextO
 from mixedkv.server.api.sse import SentAnswer, named_sse, respond
 from mixedkv.server.api.usage import cached_details
 from mixedkv.server.api_error import ApiError, bad_request
+from mixedkv.server.compat.foreign_api import ForeignAPI
 from mixedkv.server.fields import (
     PREFIX_FOUND,
     CallId,
@@ -472,7 +473,7 @@ class _Answer(SentAnswer):
         return named_sse({"type": "ping"})
 
     def failed(self, error: ApiError) -> bytes:
-        return named_sse(error.anthropic_body())
+        return named_sse(_error(error))
 
     def _delta(self, part: Part) -> bytes:
         if part.index >= 0:
@@ -528,3 +529,11 @@ class _Answer(SentAnswer):
             "output_tokens": self._job.n_answer,
             "prompt_tokens_details": cached_details([self._job]),
         }
+
+
+def _error(error: ApiError) -> dict[str, Any]:
+    """Return an error in Anthropic's form, by the types that its clients know."""
+    return {"type": "error", "error": {**error.body()["error"], "type": error.type_of_status}}
+
+
+API = ForeignAPI(generating=router, errors={"/v1/messages": _error})
