@@ -1,4 +1,4 @@
-"""llama-server's own API: POST /completion, /infill and /apply-template; of any model GET /props and
+"""Answers as llama-server does: POST /completion, /infill and /apply-template; of any model GET /props and
 /lora-adapters, POST /tokenize and /detokenize.
 """
 
