@@ -16,6 +16,7 @@ from mixedkv.model.footprint import ModelShape, model_shape
 from mixedkv.model.gguf_file import ModelFile, n_layers, read_model_file
 from mixedkv.model.named_model import HELP as MODEL_HELP
 from mixedkv.model.named_model import find_model
+from mixedkv_bench import plot
 from mixedkv_bench.bench_test import Options
 from mixedkv_bench.catalog import TESTS
 from mixedkv_bench.harness.cache_settings import Setting, make_settings
@@ -57,7 +58,10 @@ def check(args: argparse.Namespace) -> Options:
     file = read_model_file(find_model(args.model))
     shape = _shape(file)
     text, source = (None, "generated") if args.text is None else read_text(args.text)
-    _check_output(args.json)
+    _check_output("--json", args.json)
+    if args.plot is not None:
+        plot.check(args.plot)
+        _check_output("--plot", args.plot)
     n_prompt = args.n_prompt or _N_PROMPT.get(args.test, 512)
     depths = _depths(args.depths, max(n_prompt, args.n_gen + 1), shape.n_ctx_train)
     n_ctx = _n_ctx(args, shape.n_ctx_train)
@@ -87,6 +91,7 @@ def check(args: argparse.Namespace) -> Options:
         donors=tuple(dict.fromkeys(args.donor or DONOR_KINDS)),
         repairs=tuple(dict.fromkeys(args.repair or REPAIRS)),
         json=args.json,
+        plot=args.plot,
     )
     test.check(options)
     return options
@@ -139,17 +144,17 @@ def _n_ctx(args: argparse.Namespace, trained: int) -> int:
     return max(CELLS, args.n_ctx or min(default, trained or default))
 
 
-def _check_output(json: Path | None) -> None:
-    """Check that the rows can be written, so that an hour of measuring does not end in an error."""
-    if json is None:
+def _check_output(flag: str, path: Path | None) -> None:
+    """Check that a file can be written, so that an hour of measuring does not end in an error."""
+    if path is None:
         return
-    if json.is_dir():
-        raise ValueError(f"--json {json} is a directory: give a file")
+    if path.is_dir():
+        raise ValueError(f"{flag} {path} is a directory: give a file")
     try:
-        with tempfile.TemporaryFile(dir=json.parent):
+        with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise ValueError(f"--json {json} cannot be written: {error.strerror}") from None
+        raise ValueError(f"{flag} {path} cannot be written: {error.strerror}") from None
 
 
 def number(least: int) -> Callable[[str], int]:
@@ -226,5 +231,6 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--donor": _some(DONOR_KINDS, "what the rows were evaluated after (all)"),
     "--repair": _some(REPAIRS, "how seams are repaired (all)"),
     "--documents": _count("passages that a prompt is made of (5)", 5, 2),
+    "--plot": {"metavar": "FILE", "type": Path, "help": "draw the rows into a .png, .svg or .pdf"},
     "--json": {"metavar": "FILE", "type": Path, "help": "write the rows, one a line"},
 }

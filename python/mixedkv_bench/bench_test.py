@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mixedkv.bundled import model_path
 from mixedkv.chunks.chunk_reuse import Repair
@@ -17,6 +17,9 @@ from mixedkv_bench.harness.progress import Bar
 from mixedkv_bench.harness.reuse_cases import DonorKind, Workload
 from mixedkv_bench.harness.row import Row
 from mixedkv_bench.harness.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +50,7 @@ class Options:
     donors: tuple[DonorKind, ...]
     repairs: tuple[Repair, ...]
     json: Path | None
+    plot: Path | None
 
     @property
     def is_bundled(self) -> bool:
@@ -77,6 +81,8 @@ class BenchTest:
         specs: the caches that are measured without --kv.
         check: raises ValueError if the options are not for this test; before a model is loaded.
         measure: adds the rows; what was measured also when it is interrupted.
+        is_timed: its numbers are times, which other programs on the machine spoil.
+        draw: draws its rows into a figure of matplotlib; None for a test without a plot.
     """
 
     name: str
@@ -86,3 +92,5 @@ class BenchTest:
     tables: tuple[Table[Any], ...]
     measure: Callable[[Bench], None]
     check: Callable[[Options], None] = _accept
+    is_timed: bool = False
+    draw: Callable[[Figure, Sequence[Row]], None] | None = None

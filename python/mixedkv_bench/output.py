@@ -8,7 +8,7 @@ import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import llama_cpp
 import numpy as np
@@ -23,6 +23,9 @@ from mixedkv_bench.harness.row import Row, RowPart
 class RunHead(RowPart):
     """The first line: what was run, where, and on what."""
 
+    test: Literal["run"] = Field(
+        default="run", description='always `"run"`: a column by which a table of all lines tells this one'
+    )
     schema_: Literal["mixedkv.bench/2"] = Field(
         alias="schema",
         description='`"mixedkv.bench/2"`. A field that changes its meaning or goes makes it `/3`; a new one '
@@ -51,6 +54,9 @@ class RunHead(RowPart):
     head_size_k: list[int] = Field(description="distinct sizes of a K head")
     head_size_v: list[int] = Field(description="distinct sizes of a V head")
     n_ctx_train: int = Field(description="longest context in training")
+
+    def model_post_init(self, _context: Any) -> None:
+        self.model_fields_set.add("test")
 
     @classmethod
     def of(cls, options: Options, command: str) -> RunHead:

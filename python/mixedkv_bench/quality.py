@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import Field
 
-from mixedkv_bench import tasks
+from mixedkv_bench import plot, tasks
 from mixedkv_bench.bench_test import Bench, BenchTest, Options
 from mixedkv_bench.harness import sample_text
 from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, REFERENCE, Setting
@@ -121,8 +121,13 @@ def measure_settings(
     mode: str,
     settings: Sequence[Setting],
     add: Callable[[QualityRow], None],
+    told: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Add one row per setting; the reference among them is the control."""
+    """Add one row per setting; the reference among them is the control.
+
+    Args:
+        told: called with the tokens of a document that all have read, and how many it has.
+    """
     threads = bench.options.threads
     n_ctx = len(documents[0])
     with ExitStack() as stack:
@@ -141,7 +146,7 @@ def measure_settings(
                 contenders.append(_Contender(setting, None, str(error)))
         try:
             for document in documents:
-                _read(reference, contenders, document, mode, bench.progress)
+                _read(reference, contenders, document, mode, bench.progress, told)
         finally:
             for contender in contenders:
                 add(_row(contender, mode, bench.options, documents))
@@ -168,6 +173,7 @@ def _read(
     document: Document,
     mode: str,
     progress: Bar,
+    told: Callable[[int, int], None],
 ) -> None:
     """Evaluate a document in every context, and compare distributions of its second half chunk by chunk."""
     half = len(document) // 2
@@ -194,6 +200,7 @@ def _read(
                 contender.kept.append(compare(want, got, following))
         running = [each for each in running if not each.error]
         progress.step(len(tokens))
+        told(end, len(document))
 
 
 def _logits(context: Context, tokens: npt.NDArray[np.int32], mode: str, n: int) -> npt.NDArray[np.float32]:
@@ -331,6 +338,8 @@ TABLE = Table(
 
 
 def check(options: Options) -> None:
+    if options.tasks and options.plot is not None:
+        raise ValueError("--plot draws divergences, and --task counts answers: leave one of them out")
     if options.tasks:
         tasks.check(options)
 
@@ -338,9 +347,10 @@ def check(options: Options) -> None:
 TEST = BenchTest(
     name="quality",
     measures="divergence from an F32 cache on real or generated text, or right answers to questions about it",
-    flags=("--flash-attn", "--text", "--n-ctx", "--repeats", "--mode", "--task"),
+    flags=("--flash-attn", "--text", "--n-ctx", "--repeats", "--mode", "--task", "--plot"),
     specs=DEFAULT_SPECS,
     tables=(TABLE, tasks.TABLE),
     measure=measure,
     check=check,
+    draw=plot.quality,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -13,13 +12,14 @@ from pydantic import Field
 
 from mixedkv.context_choice import fitting_context
 from mixedkv.limits import CELLS
-from mixedkv_bench import quality, speed
+from mixedkv_bench import plot, quality, speed
 from mixedkv_bench.bench_test import Bench, BenchTest, Options
-from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, REFERENCE
+from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, REFERENCE, Setting
 from mixedkv_bench.harness.contexts import Context, LoadedModel
 from mixedkv_bench.harness.real_text import read_text
 from mixedkv_bench.harness.row import CacheRow, Row, measured
 from mixedkv_bench.harness.table import NONE, Cells, Table, number
+from mixedkv_bench.quality import QualityRow
 
 _SECONDS = 50.0  # for each of the two parts
 _DOCUMENT = (1024, 2048)  # tokens of the text; fewer hold no window of mixed:quality
@@ -30,6 +30,7 @@ _PROMPT = 256
 _PROBE = 256  # tokens that say how fast this machine is
 _ALIKE, _NEARLY = 0.01, 0.05  # of positions, that may have another likeliest token than with F16
 _AS_FAST = 0.9  # of F16's generation
+_LATE = 1.5  # times the planned time, after which no further round of the speed begins
 
 
 _JOINED = {
@@ -76,10 +77,15 @@ class Plan:
 
 
 def measure(bench: Bench) -> None:
-    """Time the model for a moment, say how long all will take, measure, and add one row per setting."""
-    options = bench.options
+    """Time the model for a moment, say how long all will take, measure, and add one row per setting.
+
+    Each number is written to stderr when it is there. When this is interrupted, rows are added with what was
+    measured until then, without advice.
+    """
+    options, began = bench.options, time.monotonic()
     plan = make_plan(options, *_rates(bench.model, options.threads))
-    print(f"this takes about {max(1, round(plan.seconds / 60))} min", file=sys.stderr)
+    say = bench.progress.say
+    say(f"this takes about {max(1, round(plan.seconds / 60))} min")
     text, source = options.text, options.text_source
     if text is None and not options.is_bundled:
         text, source = read_text("prose")
@@ -96,11 +102,30 @@ def measure(bench: Bench) -> None:
         peer_settings=(),
     )
     found: list[Row] = []
+
+    def note(row: QualityRow) -> None:
+        found.append(row)
+        if row.same_top1 is not None:
+            bits = number(row.bits_per_element, ".2f")
+            say(f"{row.name}: {bits} bits, same top {row.same_top1:.1%}, KLD mean {row.kld_mean:.1e}")
+
+    def tell(setting: Setting, prompt: float, generated: float) -> None:
+        say(f"{setting.name}: about {prompt:.0f} prompt tok/s, {generated:.1f} text tok/s")
+
+    def count(done: int, total: int) -> None:
+        if done % (total // 8) == 0:
+            say(f"text read with each of {len(options.settings) + 1} caches: {done} of {total} tokens")
+
     work = replace(bench, options=options, add=found.append)
     documents = quality.read_documents(bench.model, replace(options, repeats=1))
     work.progress.add(sum(map(len, documents)))
-    quality.measure_settings(work, documents, "batch", options.settings, found.append)
-    speed.measure(work)
+    try:
+        quality.measure_settings(work, documents, "batch", options.settings, note, count)
+        speed.measure(work, tell, until=began + _LATE * max(plan.seconds, 60.0))
+    except KeyboardInterrupt:
+        for row in _rows(found, options):
+            bench.add(row)
+        raise
     for row in advise(_rows(found, options)):
         bench.add(row)
 
@@ -168,6 +193,8 @@ def _rows(found: Sequence[Row], options: Options) -> list[QuickRow]:
     rows = []
     for setting in options.settings:
         own = [row for row in found if (row.kv, row.flash_attn) == (setting.spec, setting.flash_attn)]
+        if not own:  # it was interrupted before
+            continue
         fields: dict[str, object] = {}
         for row in own:
             part = row.model_dump(include=_JOINED, exclude_unset=True)
@@ -201,8 +228,10 @@ TABLE = Table(row=QuickRow, title="Which cache to use here", by=lambda row: "", 
 TEST = BenchTest(
     name="quick",
     measures="which cache to use with a model on this machine, in about two minutes",
-    flags=("--text",),
+    flags=("--text", "--plot"),
     specs=DEFAULT_SPECS,
     tables=(TABLE,),
     measure=measure,
+    is_timed=True,
+    draw=plot.quick,
 )

@@ -322,4 +322,5 @@ TEST = BenchTest(
     tables=(TABLE,),
     check=check,
     measure=measure,
+    is_timed=True,
 )

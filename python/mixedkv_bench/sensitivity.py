@@ -14,6 +14,7 @@ from mixedkv.config import MixedKVConfig
 from mixedkv.model.footprint import n_cells
 from mixedkv.model.layer_plan import FINEST, MEASURED, LayerPlan, Part, Shares
 from mixedkv.model.settle import shorten
+from mixedkv_bench import plot
 from mixedkv_bench.bench_test import Bench, BenchTest, Options
 from mixedkv_bench.harness.cache_settings import Setting
 from mixedkv_bench.harness.row import Row, measured
@@ -166,9 +167,10 @@ TABLE = Table(
 TEST = BenchTest(
     name="sensitivity",
     measures="what K and V of each layer add to the divergence, and the best types for given bits",
-    flags=("--text", "--n-ctx", "--repeats", "--bits"),
+    flags=("--text", "--n-ctx", "--repeats", "--bits", "--plot"),
     specs=("mixed",),
     tables=(TABLE,),
     measure=measure,
     check=check,
+    draw=plot.sensitivity,
 )

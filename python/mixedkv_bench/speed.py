@@ -7,6 +7,8 @@ same restored state, hot rows included: the steady state of a cache that has bee
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ import numpy as np
 from pydantic import Field
 
 from mixedkv.config import KVSetting
+from mixedkv_bench import plot
 from mixedkv_bench.bench_test import Bench, BenchTest, Options
 from mixedkv_bench.harness.bench_peer import BenchRunner, check_program
 from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, Setting
@@ -75,6 +78,13 @@ class Times(NamedTuple):
     tg: float
 
 
+Told = Callable[[Setting, float, float], None]  # with tokens per second of the prompt and of generation
+
+
+def _in_silence(_setting: Setting, _prompt: float, _generated: float) -> None:
+    pass
+
+
 @dataclass
 class Contender:
     """A setting, who runs it, and what was measured at one depth."""
@@ -94,10 +104,14 @@ def check(options: Options) -> None:
             raise ValueError(f"--sequences {options.sequences}: a --peer has one: leave one of them out")
 
 
-def measure(bench: Bench) -> None:
+def measure(bench: Bench, told: Told = _in_silence, until: float = math.inf) -> None:
     """Add one row per setting and depth.
 
     What was measured is added also when this is interrupted.
+
+    Args:
+        told: called with a setting's rates in its first round, which only warms up.
+        until: time of the clock after which no further round begins.
     """
     options, progress = bench.options, bench.progress
     n_contenders = len(options.settings) + len(options.peer_settings)
@@ -114,7 +128,7 @@ def measure(bench: Bench) -> None:
         with ExitStack() as stack:
             contenders = list(_contenders(bench, work, stack))
             try:
-                _take_turns(contenders, work, options.repeats, progress)
+                _take_turns(contenders, work, options.repeats, progress, told, until)
             finally:
                 for row in _rows(contenders, work):
                     bench.add(row)
@@ -138,11 +152,21 @@ def _contenders(bench: Bench, work: SpeedWork, stack: ExitStack) -> Iterator[Con
         yield Contender(setting, options.peer.name, facts=runner.facts, runner=runner)
 
 
-def _take_turns(contenders: Sequence[Contender], work: SpeedWork, repeats: int, progress: Bar) -> None:
+def _take_turns(
+    contenders: Sequence[Contender],
+    work: SpeedWork,
+    repeats: int,
+    progress: Bar,
+    told: Told,
+    until: float,
+) -> None:
     """Run the rounds. The first one only warms up, and every other one goes backwards, so that none always
     follows another.
     """
     for no in range(repeats + 1):
+        if no > 1 and time.monotonic() > until:
+            progress.say(f"this machine is slower than planned: {no - 1} of {repeats} rounds were measured")
+            return
         for contender in contenders[:: -1 if no % 2 else 1]:
             progress.show(f"speed at {work.depth}: {contender.setting.name}")
             if contender.runner is not None and not contender.error:
@@ -151,7 +175,9 @@ def _take_turns(contenders: Sequence[Contender], work: SpeedWork, repeats: int, 
                 except CannotRunError as error:
                     contender.error = str(error)
                     continue
-                if no:
+                if not no:
+                    told(contender.setting, work.n_prompt / seconds[0], work.n_gen / seconds[1])
+                else:
                     contender.times.append(Times(*seconds))
             progress.step()
 
@@ -252,9 +278,12 @@ TEST = BenchTest(
         "--fill",
         "--peer",
         "--peer-kv",
+        "--plot",
     ),
     specs=DEFAULT_SPECS,
     tables=(TABLE,),
     check=check,
     measure=measure,
+    is_timed=True,
+    draw=plot.speed,
 )

@@ -1,4 +1,4 @@
-"""A progress bar on a terminal, and nothing elsewhere."""
+"""A progress bar on a terminal; elsewhere only the lines of those that ask for them."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ class Bar:
 
     def step(self, n: int = 1) -> None:
         self._bar.update(n)
+
+    def say(self, line: str) -> None:
+        """Write a line to stderr, above the bar."""
+        with tqdm.external_write_mode(file=sys.stderr):
+            print(line, file=sys.stderr, flush=True)
 
     def show(self, what: str) -> None:
         self._bar.set_description_str(what, refresh=False)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mixedkv_bench import quick
+from mixedkv.cli import main
+from mixedkv_bench import quick, speed
+from mixedkv_bench import run as bench_run
 from mixedkv_bench.quick import QuickRow, advise, make_plan
 from support.bench_support import run
 
@@ -87,6 +92,10 @@ def test_quick_on_the_bundled_model(
     rows = run(tmp_path / "q.json", "quick", "--kv", "f16", "--kv", "mixed:quality")
     shown = capsys.readouterr()
     assert "this takes about 1 min" in shown.err
+    assert re.search(r"^text read with each of 3 caches: (\d+) of \1 tokens$", shown.err, re.M)
+    for name in ("f16 flash", "mixed:quality"):  # each number when it is there, and the table at the end
+        assert re.search(rf"^{name}: [\d.]+ bits, same top [\d.]+%, KLD mean ", shown.err, re.M)
+        assert re.search(rf"^{name}: about \d+ prompt tok/s, [\d.]+ text tok/s$", shown.err, re.M)
     assert "use this" in shown.out
     f16, mixed = rows
     assert (f16["kv"], mixed["kv"]) == ("f16", "mixed:quality")
@@ -100,3 +109,50 @@ def test_quick_on_the_bundled_model(
         assert min(each["pp_tps"], each["tg_tps"], each["tg_vs_f16"]) > 0
         assert each["longest_n_ctx"] > 512
     assert mixed["bits_per_element"] < f16["bits_per_element"]
+
+
+def test_ctrl_c_leaves_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quick, "_SECONDS", 1.0)
+    monkeypatch.setattr(speed, "_take_turns", interrupted)
+    path = tmp_path / "q.json"
+    assert (
+        main(["bench", "quick", "--kv", "f16", "--kv", "q4_0", "--threads", "1", "--json", str(path)]) == 130
+    )
+    rows = [json.loads(line) for line in path.read_text().splitlines()][1:]
+    assert [row["kv"] for row in rows] == ["f16", "q4_0"]
+    for row in rows:
+        assert row["same_top1"] > 0.5
+        assert "tg_tps" not in row
+        assert not row.get("advice")  # which needs the speed
+    shown = capsys.readouterr()
+    assert "interrupted: this is what was measured until then" in shown.err
+    assert re.search(r"^  q4_0 +4\.50 ", shown.out, re.M)
+
+
+def test_a_machine_slower_than_planned_ends_the_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(quick, "_SECONDS", 1.0)
+    monkeypatch.setattr(quick, "_DEPTH", 64)
+    monkeypatch.setattr(quick, "_LATE", 0.0)
+    (row,) = run(tmp_path / "q.json", "quick", "--kv", "q4_0")
+    assert row["tg_tps"] > 0
+    assert "1 of 3 rounds were measured" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("load", "warns"), [(0.1, False), (100.0, True)])
+def test_a_busy_machine_is_said_before(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], load: float, warns: bool
+) -> None:
+    def nothing(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.getloadavg", lambda: (load, load, load))
+    monkeypatch.setitem(bench_run.TESTS, "quick", replace(quick.TEST, measure=nothing))
+    assert main(["bench", "quick", "--kv", "f16"]) == 130
+    assert ("this machine is busy (load 100.0 on " in capsys.readouterr().err) == warns

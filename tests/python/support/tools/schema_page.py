@@ -24,6 +24,9 @@ _HEAD = """\
 is measured, so Ctrl-C leaves what there is. For programs, `mixedkv_bench.output.read_result(path)` reads a
 file and checks it. This page is made from the fields, by `python tests/python/support/tools/schema_page.py`.
 
+With pandas, `rows = pandas.read_json(FILE, lines=True)` and then `rows[rows.test != "run"]`, or read past the
+first line: `with open(FILE) as file: next(file); rows = pandas.read_json(file, lines=True)`.
+
 Numbers are plain JSON numbers; bytes are bytes, times are in seconds, rates are tokens per second,
 divergences are in nats. A field that does not apply is left out of its row.
 """
