@@ -5,29 +5,33 @@ refused by name.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from importlib import import_module
+from collections.abc import Mapping
 from typing import Any
 
 import llama_cpp
+
+from mixedkv.native.llama_arguments import check_messages, checked_kinds
 
 _CHAT = inspect.signature(llama_cpp.Llama.create_chat_completion)
 _FORMATS = ("text", "json_object", "json_schema")
 
 
-def honour(llm: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all arguments of `create_chat_completion` behind the messages, by name.
+def chat_arguments(
+    llm: Any, messages: Any, args: tuple[Any, ...], given: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Check a call of `create_chat_completion`, and return all its arguments behind the messages, by name.
 
     A JSON schema in `response_format` becomes a logits processor of this answer, as an engine has it; a
     required call of the one tool there is becomes that tool's.
 
     Raises:
-        ValueError: a format or a choice of a tool is not known, or cannot be had here.
-        TypeError: an argument is given twice, or there is none of its name.
+        ValueError: a message, a format or a choice of a tool is not known, or cannot be had here.
+        TypeError: an argument is given twice or of another type, or there is none of its name.
     """
-    options = dict(_CHAT.bind_partial(llm, None, *args, **given).arguments)
+    check_messages(messages)
+    options = dict(_CHAT.bind(llm, messages, *args, **given).arguments)
     del options["self"], options["messages"]
-    options |= options.pop("kwargs", {})
+    options = checked_kinds(options)
     if options.get("response_format") is not None:
         _take_format(llm, options)
     if (choice := options.get("tool_choice")) is not None:
@@ -72,7 +76,9 @@ def _take_tool(llm: Any, options: dict[str, Any]) -> None:
 
 
 def _add_schema(llm: Any, options: dict[str, Any], schema: Mapping[str, Any], field: str) -> None:
-    own = _constrain()(llm, "json_schema", dict(schema), field)
+    from mixedkv.constrain.constraint import constrain  # takes a while to import
+
+    own = constrain(llm, "json_schema", dict(schema), field)
     options["logits_processor"] = llama_cpp.LogitsProcessorList(
         [*own, *(options.get("logits_processor") or ())]
     )
@@ -102,8 +108,3 @@ def _function(field: str, given: Any) -> Mapping[str, Any]:
             f'{field}: {given!r:.80} is not {{"type": "function", "function": {{"name": NAME}}}}'
         )
     return function
-
-
-def _constrain() -> Callable[..., llama_cpp.LogitsProcessorList]:
-    """Return the engine's `constrain`, which is above this layer and takes a while to import."""
-    return import_module("mixedkv.engine.constrain.constraint").constrain  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -31,6 +31,8 @@ class ContextChoice:
         shares_weights: another `Llama` has the weights.
         beside: what else is loaded.
         fit: the choice that "fit" made.
+        n_gpu_layers: layers on a GPU that it chose; None: what was said of them stays.
+        warnings: what is not as it was asked for.
     """
 
     setting: KVSetting
@@ -44,6 +46,8 @@ class ContextChoice:
     shares_weights: bool
     beside: Beside
     fit: Fit | None = None
+    n_gpu_layers: int | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def choose_setting(
@@ -66,10 +70,9 @@ def choose_setting(
 
 
 def choose_context(
-    asked: ContextChoice, file: ModelFile, options: dict[str, Any], embedding: bool
+    asked: ContextChoice, file: ModelFile, options: Mapping[str, Any], embedding: bool
 ) -> ContextChoice:
-    """Return what is made where this was asked for. Layers on a GPU that nothing was said of are set in
-    `options`, the other arguments of `Llama`.
+    """Return what is made where this was asked for; `options` are the other arguments of `Llama`.
 
     Raises:
         ValueError: the cache does not fit the context or the memory, or needs flash attention.
@@ -82,7 +85,7 @@ def choose_context(
         asked = _fitted(asked, file, place, options)
     n_ctx = asked.n_ctx or int(file.get("context_length", 0))
     assert n_ctx != "fit"
-    asked = replace(asked, setting=_settled(asked, file, place, n_ctx))
+    asked = _settled(asked, file, place, n_ctx)
     if place is not None and asked.n_windows:
         n_windows = place.sliding.windows(place.shape.window, n_ctx, asked.n_seq_max)
         asked = replace(asked, n_windows=n_windows)
@@ -122,7 +125,7 @@ def fitting_context(file: ModelFile, kv: KVSetting | None, n_seq: int = 1, n_win
     return found if found is not None and found.n_left is not None else None
 
 
-def _place(asked: ContextChoice, file: ModelFile, options: dict[str, Any]) -> ContextPlace | None:
+def _place(asked: ContextChoice, file: ModelFile, options: Mapping[str, Any]) -> ContextPlace | None:
     """Return where the context is to fit; None where its shape is not known: llama.cpp has the last word."""
     try:
         shape = model_shape(file)
@@ -144,7 +147,7 @@ def _place(asked: ContextChoice, file: ModelFile, options: dict[str, Any]) -> Co
 
 
 def _fitted(
-    asked: ContextChoice, file: ModelFile, place: ContextPlace | None, options: dict[str, Any]
+    asked: ContextChoice, file: ModelFile, place: ContextPlace | None, options: Mapping[str, Any]
 ) -> ContextChoice:
     """Choose the context, the cache, and layers on a GPU that nothing was said of."""
     if place is None:
@@ -152,34 +155,41 @@ def _fitted(
     kv = asked.setting if asked.chosen else None
     free, layers = gpu_room(), options.get("n_gpu_layers")
     if free is None or layers == 0:
-        found = fit(place, kv)
+        found, layers = fit(place, kv), None
     else:
         found = fit_with_gpu(place, kv, free, layers)
-        options["n_gpu_layers"] = found.n_gpu_layers
-    return replace(asked, n_ctx=found.n_ctx, setting=found.kv, fit=found)
+        layers = found.n_gpu_layers
+    return replace(
+        asked,
+        n_ctx=found.n_ctx,
+        setting=found.kv,
+        fit=found,
+        n_gpu_layers=layers,
+        warnings=(*asked.warnings, *found.warnings),
+    )
 
 
-def _settled(asked: ContextChoice, file: ModelFile, place: ContextPlace | None, n_ctx: int) -> KVSetting:
+def _settled(asked: ContextChoice, file: ModelFile, place: ContextPlace | None, n_ctx: int) -> ContextChoice:
     """Settle a budget or a number of bits, and a window that is too wide for the context."""
     setting = asked.setting
     if not isinstance(setting, MixedKVConfig):
-        return setting
+        return asked
     if place is None:
         if not setting.is_settled:
             model_shape(file)  # says what is not known
-        return setting
+        return asked
     if not n_ctx:
         if setting.budget:
             raise ValueError(f"kv={str(setting)!r}: the model names no context: give n_ctx with a budget")
-        return setting
+        return asked
     settled = place.settled(setting, n_ctx)
+    warnings = asked.warnings
     if asked.chosen and setting.is_settled and settled != setting:
-        warnings.warn(
+        warnings += (
             f"kv={str(setting)!r} would take more than an F16 cache of n_ctx={n_ctx}, or not fit: it is "
             f"{str(settled)!r} here. A larger n_ctx has room for what was asked for",
-            stacklevel=4,
         )
-    return settled
+    return replace(asked, setting=settled, warnings=warnings)
 
 
 def _choose_flash_attn(setting: KVSetting, flash_attn: bool | None) -> bool:

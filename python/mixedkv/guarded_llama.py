@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +12,10 @@ import llama_cpp
 import numpy as np
 
 from mixedkv import _core
-from mixedkv.chat_options import honour
-from mixedkv.errors import ClosedError, ContextBusyError, NotFiniteError, StoppedError
+from mixedkv.errors import ContextBusyError, NotFiniteError, StoppedError
 from mixedkv.kv.cache import KVCache
 from mixedkv.native import llama_cpp as _llama_cpp
-from mixedkv.native.context_lock import present
-from mixedkv.native.llama_arguments import check_messages, checked_kinds
+from mixedkv.native.context_lock import ContextGate, present
 from mixedkv.tokens import common_prefix
 
 _T = TypeVar("_T")
@@ -54,14 +51,11 @@ class GuardedLlama(_llama_cpp.SampledLlama):
     Attributes such as `n_tokens`, `input_ids` and `scores` are not guarded.
     """
 
-    busy: _core.Gate
-    _closing: threading.RLock
-    _at_close: list[Callable[[], object]]
+    busy: ContextGate
     _interrupt: _core.Interrupt | None
     _threads: _core.Threads | None
     _has_states: bool
     _n_turns: int
-    _lent: bool
 
     @property
     @abstractmethod
@@ -70,10 +64,9 @@ class GuardedLlama(_llama_cpp.SampledLlama):
 
     def _guard(self) -> None:
         """Begin, before the base class does."""
-        self.busy = _core.Gate()
-        self._closing, self._at_close = threading.RLock(), []
+        self.busy = ContextGate()
         self._interrupt = self._threads = None
-        self._n_turns, self._lent = 0, False
+        self._n_turns = 0
 
     def _open_gate(self) -> None:
         """Let threads in: the context is there."""
@@ -94,7 +87,7 @@ class GuardedLlama(_llama_cpp.SampledLlama):
 
     def tokenizer(self) -> llama_cpp.llama_tokenizer.LlamaTokenizer:
         """Return the tokenizer of the model's file."""
-        with self.busy.present():
+        with self.busy.pin():
             return _llama_cpp.ModelTokenizer(self)
 
     token_eos = present(llama_cpp.Llama.token_eos)
@@ -112,18 +105,6 @@ class GuardedLlama(_llama_cpp.SampledLlama):
 
     # --- one thread at a time ---
 
-    def create_chat_completion(self, messages: Any, *args: Any, **kwargs: Any) -> Any:
-        """Answer a chat as the base class does. JSON schemas in `response_format` and a required tool, which
-        that ignores, hold here.
-
-        Raises:
-            ValueError: a format or a choice of a tool is not known, or cannot be had here.
-        """
-        check_messages(messages)
-        options = honour(self, args, checked_kinds(kwargs))
-        with self.busy.waiting():
-            return super().create_chat_completion(messages, **options)
-
     def sample(self, *args: Any, idx: int | None = None, **kwargs: Any) -> Any:
         """Sample as the base class does, and raise what a logits processor raises.
 
@@ -131,7 +112,7 @@ class GuardedLlama(_llama_cpp.SampledLlama):
             ValueError: there are no logits of this token: nothing was evaluated since a state was loaded, or
                 it is not the last one and logits_all is False. llama.cpp would end the process.
         """
-        with self.busy.waiting():
+        with self.busy.acquire():
             last = -1 if idx is None else idx - self.n_tokens
             if not self.n_tokens:
                 raise ValueError("sample: no token was evaluated: give at least one first, as the prompt")
@@ -197,7 +178,7 @@ class GuardedLlama(_llama_cpp.SampledLlama):
         yield from super().generate(tokens, *args, **kwargs)
 
     def create_completion(self, *args: Any, **kwargs: Any) -> Any:
-        with self.busy.waiting():
+        with self.busy.acquire():
             made = super().create_completion(*args, **kwargs)
         return self.in_turns(made) if isinstance(made, Generator) else made
 
@@ -210,7 +191,7 @@ class GuardedLlama(_llama_cpp.SampledLlama):
         turn, sent = None, None
         try:
             while True:
-                with self.busy.waiting():
+                with self.busy.acquire():
                     if turn not in (None, (self._n_turns, self.n_tokens)):
                         raise ContextBusyError(
                             "another answer was begun on this Llama, or its tokens were removed: read a "
@@ -227,7 +208,7 @@ class GuardedLlama(_llama_cpp.SampledLlama):
 
     def save_state(self) -> llama_cpp.LlamaState:
         """Save the state as the base class does."""
-        with self.busy.at_once("save_state"):
+        with self.busy.acquire("save_state"):
             return super().save_state()
 
     def load_state(self, state: llama_cpp.LlamaState) -> None:
@@ -239,8 +220,8 @@ class GuardedLlama(_llama_cpp.SampledLlama):
             ContextBusyError: another thread uses the context, or an engine uses this `Llama`: on whatever
                 thread a state is loaded, it replaces the rows of all answers.
         """
-        self._refuse_lent("load_state")
-        with self.busy.at_once("load_state"), self._evaluating("load_state"):
+        self.busy.check_own("load_state")
+        with self.busy.acquire("load_state"), self._evaluating("load_state"):
             if not isinstance(state, llama_cpp.LlamaState):
                 raise TypeError(f"state={state!r}: use what save_state returned")
             self.kv.limit_exact(0)
@@ -268,12 +249,11 @@ class GuardedLlama(_llama_cpp.SampledLlama):
             StoppedError: `interrupt` was called.
             ClosedError: `close` was called.
         """
-        self._refuse_lent(what)
-        with self.busy.waiting():
-            self._refuse_lent(what)  # it may have begun while this waited
+        self.busy.check_own(what)
+        with self.busy.acquire():
+            self.busy.check_own(what)  # an engine may have begun while this waited
             self._n_turns += 1
-            if self.busy.refuses:
-                raise ClosedError("this Llama was closed while it evaluated")
+            self.busy.check_open()
             try:
                 yield
             except RuntimeError as error:
@@ -291,7 +271,7 @@ class GuardedLlama(_llama_cpp.SampledLlama):
         Raises:
             ContextBusyError, StoppedError, ClosedError: as `eval`.
         """
-        with self.busy.waiting():
+        with self.busy.acquire():
             before = self._n_turns
             with self._evaluating(what):
                 yield before
@@ -300,12 +280,6 @@ class GuardedLlama(_llama_cpp.SampledLlama):
     def n_turns(self) -> int:
         """Number of evaluations so far, including those of `turn`."""
         return self._n_turns
-
-    def _refuse_lent(self, what: str) -> None:
-        if self._lent:
-            raise ContextBusyError(
-                f"{what}: an Engine uses this Llama, and answers by Engine.submit: close it first"
-            )
 
     def watch(self, n_tokens: int) -> None:
         """Let Ctrl-C and `interrupt` stop the evaluation of `n_tokens` tokens half-way.
@@ -323,8 +297,7 @@ class GuardedLlama(_llama_cpp.SampledLlama):
         """Raise what ended an evaluation, if that was not llama.cpp: Ctrl-C, `interrupt` or `close`."""
         if self._interrupt is None or not self._interrupt.take():
             return
-        if self.busy.refuses:
-            raise ClosedError("this Llama was closed while it evaluated") from error
+        self.busy.check_open()
         raise StoppedError("the evaluation was stopped by Llama.interrupt") from error
 
     def interrupt(self, wanted: bool = True) -> None:
@@ -336,13 +309,13 @@ class GuardedLlama(_llama_cpp.SampledLlama):
 
     def lend(self, lent: bool) -> None:
         """Say whether an engine uses the context: all else that evaluates is then refused."""
-        self._lent = lent
+        self.busy.lend(lent)
 
     # --- the end ---
 
     def at_close(self, function: Callable[[], object]) -> None:
         """Have `close` call a function before it frees the context and the model; the last one first."""
-        self._at_close.append(function)
+        self.busy.at_close(function)
 
     def close(self) -> None:
         """Free the context and the model. Can be called again, and on an object whose making failed.
@@ -353,25 +326,16 @@ class GuardedLlama(_llama_cpp.SampledLlama):
         Raises:
             RuntimeError: this thread is in a call of this `Llama`.
         """
-        if getattr(self, "_kv", None) is None:
-            return
-        if self.busy.inside:
-            raise RuntimeError(
-                "close: this thread is in a call of this Llama: close it when that has returned"
-            )
-        with self._closing:
-            while self._at_close:
-                self._at_close[-1]()
-                self._at_close.pop()
-            self.busy.refuse()
-            self.interrupt()
-            self.busy.shut()
-            if self._threads is not None:
-                self._threads.close()
-            _llama_cpp.close(self)
+        if getattr(self, "_kv", None) is not None:
+            self.busy.close(self.interrupt, self._free)
+
+    def _free(self) -> None:
+        if self._threads is not None:
+            self._threads.close()
+        _llama_cpp.close(self)
 
     def __del__(self) -> None:
         busy = getattr(self, "busy", None)
         # daemon threads stop where they are when Python ends, inside as well
-        if busy is not None and (not sys.is_finalizing() or busy.empty):
+        if busy is not None and (not sys.is_finalizing() or busy.is_empty):
             self.close()

@@ -8,23 +8,21 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import llama_cpp
 from llama_cpp.llama_tokenizer import LlamaTokenizer
 
 from mixedkv import _core
-from mixedkv.config import KVSetting, MixedKVConfig
-from mixedkv.config.mixed import ggml_type, type_block
-from mixedkv.context_choice import ContextChoice, choose_context, choose_setting
+from mixedkv.chat_options import chat_arguments
+from mixedkv.chat_prompt import ChatPrompt, marked_chat, tokens_of_marked
+from mixedkv.config import KVSetting
 from mixedkv.errors import (
     ClosedError,
     ContextLengthError,
     EngineError,
-    InvalidModelFileError,
     MissingRowsError,
     ModelReadError,
     StoppedError,
@@ -32,34 +30,18 @@ from mixedkv.errors import (
 )
 from mixedkv.guarded_llama import GuardedLlama
 from mixedkv.kv.cache import KVCache
-from mixedkv.limits import MAX_SEQUENCES, MAX_SNAPSHOTS, padded, whole
-from mixedkv.model.adapter import check_adapter
+from mixedkv.load_checks import check_loaded, reason_of, surprises
+from mixedkv.load_plan import LoadArguments, LoadPlan, find_path
 from mixedkv.model.fit import Beside, Fit
-from mixedkv.model.footprint import model_shape
-from mixedkv.model.gguf_file import ModelFile, file_stamp, n_layers, n_mtp_layers, read_model_file
-from mixedkv.model.named_model import check_file, find_model, is_name
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.large_pages import move_to_large_pages
-from mixedkv.native.llama_arguments import (
-    beyond_training,
-    check_messages,
-    check_names,
-    check_numbers,
-    check_sequences,
-    completion_options,
-)
+from mixedkv.native.llama_arguments import check_names, completion_options
+from mixedkv.native.next_context import next_context
 from mixedkv.native.templates import readable
 from mixedkv.prompts import long_text
-from mixedkv.prompts.content_marks import (
-    CONTENT_TOKENS,
-    ContentMarks,
-    ContentTokens,
-    may_have_marks,
-    special_tokens,
-)
-from mixedkv.sizes import format_bytes
+from mixedkv.prompts.content_marks import ContentMarks, ContentTokens, may_have_marks, special_tokens
 from mixedkv.streaming.layer_choice import Asked
-from mixedkv.streaming.streaming import Mode, Streaming, plan_streaming
+from mixedkv.streaming.streaming import Mode, Streaming
 from mixedkv.tokens import check_tokens
 
 if TYPE_CHECKING:
@@ -72,10 +54,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("mixedkv")
 
 _COMPLETION = inspect.signature(llama_cpp.Llama.create_completion)
-_CHAT_COMPLETION = inspect.signature(llama_cpp.Llama.create_chat_completion)
-
-# the next text that is tokenized with special tokens is the prompt of a chat
-_BEGINS_A_CHAT: ContextVar[bool] = ContextVar("begins_a_chat", default=False)
 
 NO_VOCABULARY = "this model has no vocabulary, so it takes no text: the body of a split model needs its head"
 
@@ -165,112 +143,63 @@ class Llama(GuardedLlama):
         content_tokens: ContentTokens = "text",
         **options: Unpack[LlamaOptions],
     ) -> None:
-        kwargs: dict[str, Any] = {"verbose": False, **options, "swa_full": bool(options.get("swa_full"))}
-        check_names(kwargs, Llama.__init__)
-        check_numbers({**kwargs, "n_ctx": 0 if n_ctx == "fit" else n_ctx})
-        self._guard()
-        setting = choose_setting(kv, type_k, type_v, embedding)
-        self._n_seq_max = check_sequences(n_seq_max, kwargs.get("n_batch", 512))
-        self._kv_unified = bool(kv_unified)
-        if content_tokens not in CONTENT_TOKENS:
-            raise ValueError(f"content_tokens={content_tokens!r}: use one of {', '.join(CONTENT_TOKENS)}")
-        self._content_tokens = content_tokens
-        self._n_rs_seq, self._load_mtp = whole("n_rs_seq", n_rs_seq, 0, MAX_SNAPSHOTS), bool(load_mtp)
-        path = os.fsdecode(model_path)
-        if is_name(path):
-            path = str(find_model(path))
-        check_file(path)
-        file = read_model_file(path)
-        if file.get("attention.causal", True) is False:  # llama.cpp ends the process where a batch is cut
-            kwargs["n_batch"] = min(kwargs.get("n_batch", 512), kwargs.get("n_ubatch", 512))
-        asked = ContextChoice(
-            setting=setting,
-            chosen=kv is not None or type_k is not None or type_v is not None,
+        check_names(options, Llama.__init__)
+        asked = LoadArguments(
+            kv=kv,
+            n_seq_max=n_seq_max,
+            kv_unified=kv_unified,
+            n_rs_seq=n_rs_seq,
+            load_mtp=load_mtp,
+            n_windows=n_windows,
             n_ctx=n_ctx,
-            n_seq_max=self._n_seq_max,
-            kv_unified=self._kv_unified,
-            n_windows=whole("n_windows", n_windows, 0, MAX_SEQUENCES),
             flash_attn=flash_attn,
-            takes_all=bool(
-                embedding or kwargs.get("vocab_only") or stream_layers is not None or memory is not None
-            ),
+            type_k=type_k,
+            type_v=type_v,
+            embedding=embedding,
+            stream_layers=stream_layers,
+            memory=memory,
+            stream_mode=stream_mode,
             shares_weights=weights is not None,
-            beside=beside or Beside(),
+            beside=beside,
+            content_tokens=content_tokens,
+            options=cast("dict[str, Any]", options),
         )
-        choice = choose_context(asked, file, kwargs, embedding)
-        for text in choice.fit.warnings if choice.fit is not None else ():
+        self._guard()
+        self._plan = plan = LoadPlan.of(asked, find_path(model_path))
+        for text in plan.warnings:
             warnings.warn(text, stacklevel=2)
-        self._setting, self._n_windows, self._fit = choice.setting, choice.n_windows, choice.fit
-        if load_mtp and not n_mtp_layers(file):
-            raise UnsupportedModelError(f"load_mtp: {file.path} has no MTP layers")
-        self._setting.check_layers(n_layers(file))
-        native = self._setting.native()
-        context: dict[str, Any] = {**kwargs, "n_ctx": choice.n_ctx, "n_seq_max": self._n_seq_max}
-        self._streaming = plan_streaming(file, self._setting, stream_layers, memory, stream_mode, context)
-        if self._streaming is not None:
-            batches: dict[str, Any] = {
-                name: context[name] for name in ("n_batch", "n_ubatch") if name in context
-            }
-            kwargs = {**kwargs, **batches}
-        self._asked = {"stream_layers": stream_layers, "memory": memory, "stream_mode": stream_mode}
-        # what is loaded now: KV is kept under the file's name, which another file may take meanwhile
-        self._model_stamp = file_stamp(path)
-        if lora_path := kwargs.get("lora_path"):
-            check_adapter(lora_path)
-        self._check_weights(weights, path, kwargs)
-        self._kv = KVCache(self, self._setting, weakref.WeakMethod(self._check_evaluation), self.busy)
+        _check_weights(weights, plan)
+        self._model_stamp, self._n_asked = plan.stamp, 0
+        self._streaming = Streaming(plan.streaming) if plan.streaming is not None else None
+        self._kv = KVCache(self, plan.setting, weakref.WeakMethod(self._check_evaluation), self.busy)
         self._loading: _core.Loading | None = _core.Loading(progress)
-        self._n_asked = 0
-        self._n_ctx_asked = int(choice.n_ctx)
-        n_streams = 1 if kv_unified or embedding else self._n_seq_max
-        assertions = _core.Assertions()
-        try:
-            _core.limit_sliding(self._n_windows)
-            if native is not None:  # the context that super().__init__ makes on this thread takes it
-                _core.configure_next(native)
-            if "n_batch" in kwargs:  # llama_cpp has room for logits of as many tokens
-                most = _cells(int(choice.n_ctx) or int(file.get("context_length", 0)), n_streams)
-                kwargs["n_batch"] = min(kwargs["n_batch"], most or kwargs["n_batch"])
-            with assertions, _llama_cpp.weights_of(weights):
-                super().__init__(
-                    path,
-                    n_ctx=_cells(int(choice.n_ctx), n_streams),
-                    flash_attn=bool(choice.flash_attn),
-                    type_k=ggml_type(self._setting.type_k),
-                    type_v=ggml_type(self._setting.type_v),
-                    embedding=embedding,
-                    **kwargs,
-                )
-            if type(self.tokenizer_) is LlamaTokenizer:
-                self.tokenizer_ = _llama_cpp.ModelTokenizer(self)
-            self._check_adapter()
-            self._check_bytes(file)
-            if n_rs_seq and not self._kv.can_cut and not _llama_cpp.n_rollback(self):
-                raise UnsupportedModelError(
-                    f"n_rs_seq={n_rs_seq}: llama.cpp cannot take tokens of {file.architecture} back: use 0"
-                )
-            if not kwargs.get("vocab_only"):
-                self._warn_of_size()
-                self._warn_of_length(file, kwargs)
-                _warn_of_gpu(kwargs)
-            self._pre_tokenizer = _llama_cpp.pre_tokenizer(self)
-            self._open_gate()
-            if self._streaming is not None:
-                self._streaming.loaded(self)
-            elif weights is None and not (kwargs.get("use_mmap") or kwargs.get("use_mlock")):
-                move_to_large_pages(_core.mapped_weights(_llama_cpp.address(_llama_cpp.model(self))))
-            if weights is not None:
-                closing = weakref.WeakMethod(self.close)
-                weights.at_close(lambda: (close := closing()) and close())
-        except BaseException as error:
+        self._load(weights)
+
+    def _load(self, weights: Llama | None) -> None:
+        """Load what was planned; where that fails, free what there is and raise the reason."""
+        plan, assertions = self._plan, _core.Assertions()
+        with next_context(plan.setting.native(), plan.n_windows):
             try:
-                self._raise_clearly(error, file, assertions.failed)
+                with assertions, _llama_cpp.weights_of(weights):
+                    super().__init__(plan.path, **plan.base)
+                if type(self.tokenizer_) is LlamaTokenizer:
+                    self.tokenizer_ = _llama_cpp.ModelTokenizer(self)
+                self._pre_tokenizer = _llama_cpp.pre_tokenizer(self)
+                check_loaded(self, plan)
+                for text in (*surprises(self, plan), *self._settle_weights(weights)):
+                    warnings.warn(text, stacklevel=3)
+                self._open_gate()
+            except BaseException as error:
+                try:
+                    if self._loading is not None:
+                        self._loading.check()
+                    if (reason := reason_of(error, self, plan, assertions.failed)) is not error:
+                        raise reason from error
+                    raise
+                finally:
+                    self.close()
             finally:
-                self.close()
-        finally:
-            self._loading = None
-            _core.limit_sliding(0)
-            _core.withdraw()
+                self._loading = None
 
     @property
     def kv(self) -> KVCache:
@@ -285,12 +214,12 @@ class Llama(GuardedLlama):
     @property
     def n_ctx_asked(self) -> int:
         """Tokens of the context as they were asked for, which llama.cpp rounds up; 0 if it was to choose."""
-        return self._n_ctx_asked
+        return self._plan.n_ctx
 
     @property
     def has_mtp(self) -> bool:
         """True if its MTP layers are loaded."""
-        return self._load_mtp
+        return self._plan.load_mtp
 
     @property
     def evaluated(self) -> tuple[int, int]:
@@ -306,33 +235,16 @@ class Llama(GuardedLlama):
         """
         if not isinstance(text, bytes):
             raise TypeError(f"text={text!r:.80}: use bytes, as text.encode() gives them")
-        with self.busy.present():
+        with self.busy.pin():
             if not _llama_cpp.has_vocabulary(self):
                 raise UnsupportedModelError(NO_VOCABULARY)
-            if special and may_have_marks(text) and self.content_marks is not None:
-                tokens = self._tokens_of_marked(text.decode("utf-8", "surrogateescape"), add_bos)
-            else:
-                tokens = self._tokens(text, add_bos, special)
-            if not (special and _BEGINS_A_CHAT.get()):
-                return tokens
-            _BEGINS_A_CHAT.set(False)
-            return _llama_cpp.with_bos(_llama_cpp.vocab(self), tokens)
+            if special and may_have_marks(text) and (marks := self.content_marks) is not None:
+                return tokens_of_marked(marks, text, add_bos, self._tokens)
+            return self._tokens(text, add_bos, special)
 
     def _tokens(self, text: bytes, add_bos: bool, special: bool) -> list[int]:
         base = super().tokenize
         return long_text.tokenize(self._pre_tokenizer, text, lambda text: base(text, add_bos, special))
-
-    def _tokens_of_marked(self, text: str, add_bos: bool) -> list[int]:
-        assert self.content_marks is not None
-        tokens = self.content_marks.tokens(
-            text, lambda part, special: self._tokens(part.encode("utf-8", "surrogateescape"), False, special)
-        )
-        if not add_bos:
-            return tokens
-        letter = self._tokens(b"a", False, True)
-        around = self._tokens(b"a", True, True)  # with what begins a sequence, and maybe what ends it
-        at = next((i for i in range(len(around)) if around[i : i + len(letter)] == letter), len(around))
-        return [*around[:at], *tokens, *around[at + len(letter) :]]
 
     @cached_property
     def special_tokens(self) -> list[tuple[int, str, int]]:
@@ -343,7 +255,7 @@ class Llama(GuardedLlama):
     def content_marks(self) -> ContentMarks | None:
         """Marks of control tokens in messages; None with content_tokens="special"."""
         marks = ContentMarks(special_tokens(self.special_tokens))
-        return marks if self._content_tokens == "text" and marks else None
+        return marks if self._plan.content_tokens == "text" and marks else None
 
     def marked_chat(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
@@ -352,15 +264,9 @@ class Llama(GuardedLlama):
 
         A `chat_handler` gets them as they are, since it may read messages in its own way.
         """
-        options = dict(options)
         if self.content_marks is None or self.chat_handler is not None:
-            return messages, options
-        names = (name for name in self.metadata if name.startswith("tokenizer.chat_template"))
-        template = "".join(map(self.metadata.__getitem__, names))
-        for name in ("tools", "functions"):
-            if options.get(name):
-                options[name] = self.content_marks.descriptions(options[name], template)
-        return self.content_marks.messages(messages, template), options
+            return messages, dict(options)
+        return marked_chat(self.content_marks, messages, options, self.metadata)
 
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens after the n_tokens that are there, as in the base class.
@@ -448,17 +354,18 @@ class Llama(GuardedLlama):
         self, messages: Sequence[Mapping[str, object]], *args: Any, **kwargs: Any
     ) -> Any:
         """Answer a chat as the base class does, where control tokens in messages are text, and the prompt
-        begins with BOS where the vocabulary asks for it.
+        begins with BOS where the vocabulary asks for it. JSON schemas in `response_format` and a required
+        tool, which the base class ignores, hold here.
+
+        Raises:
+            ValueError: a message, a format or a choice of a tool is not known, or cannot be had here.
         """
-        check_messages(messages)
-        given = _CHAT_COMPLETION.bind(self, messages, *args, **kwargs).arguments
-        options = {name: value for name, value in given.items() if name not in ("self", "messages")}
+        options = chat_arguments(self, messages, args, kwargs)
         marked, options = self.marked_chat(messages, options)
-        before = _BEGINS_A_CHAT.set(self.chat_handler is None)
-        try:
-            return super().create_chat_completion(marked, **options)
-        finally:
-            _BEGINS_A_CHAT.reset(before)
+        own_handler = self.chat_handler is not None
+        answering = self if own_handler else cast("llama_cpp.Llama", ChatPrompt(self))
+        with self.busy.acquire():
+            return llama_cpp.Llama.create_chat_completion(answering, cast("Any", marked), **options)
 
     @overload  # type: ignore[override]
     def create_completion(
@@ -509,7 +416,7 @@ class Llama(GuardedLlama):
     @property
     def model_params(self) -> llama_cpp.llama_model_params:
         """Parameters of llama.cpp's model, with what the base class has no arguments for."""
-        self._model_params.load_mtp = self._load_mtp
+        self._model_params.load_mtp = self._plan.load_mtp
         if self._streaming is not None:  # each time: the base class has a load_mode of its own
             self._streaming.prepare(self._model_params)
         if self._loading is not None:
@@ -527,9 +434,9 @@ class Llama(GuardedLlama):
 
     @context_params.setter
     def context_params(self, params: llama_cpp.llama_context_params) -> None:
-        params.n_seq_max = self._n_seq_max
-        params.kv_unified = self._kv_unified
-        params.n_rs_seq = self._n_rs_seq
+        params.n_seq_max = self._plan.n_seq_max
+        params.kv_unified = self._plan.kv_unified
+        params.n_rs_seq = self._plan.n_rs_seq
         self._context_params = params
 
     @classmethod
@@ -557,101 +464,30 @@ class Llama(GuardedLlama):
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         del state["type_k"], state["type_v"]
-        own = {
-            "kv": str(self._setting),
-            "n_seq_max": self._n_seq_max,
-            "kv_unified": self._kv_unified,
-            "n_rs_seq": self._n_rs_seq,
-            "n_windows": self._n_windows,
-            "load_mtp": self._load_mtp,
-        }
-        return {**state, **own, **self._asked}
+        plan = self._plan
+        names = ("n_seq_max", "kv_unified", "n_rs_seq", "n_windows", "load_mtp", "content_tokens")
+        own = {name: getattr(plan, name) for name in names}
+        return {**state, **own, **plan.again, "kv": str(plan.setting)}
 
     @property
     def fitted(self) -> Fit | None:
         """The choice that n_ctx="fit" made; None where a number was given."""
-        return self._fit
+        return self._plan.fit
 
     @property
     def n_windows(self) -> int:
         """Sequences that layers with a sliding window have room for; 0: all, or there are none."""
-        return self._n_windows
+        return self._plan.n_windows
 
-    def _check_weights(self, weights: Llama | None, path: str, options: dict[str, Any]) -> None:
-        if weights is None:
-            return
-        if not isinstance(weights, Llama):
-            raise TypeError(f"weights={weights!r}: use a Llama of the same file")
-        same = (weights.model_path, weights._model_stamp) == (path, self._model_stamp)
-        if not same or weights.kv_overrides != options.get("kv_overrides"):
-            raise ValueError(f"weights: this is a Llama of {weights.model_path}, not of {path} as it is now")
-        _llama_cpp.context(weights)  # RuntimeError once it is closed
-
-    def _check_adapter(self) -> None:
-        if self.lora_path and not _llama_cpp.has_adapter(self):
-            raise InvalidModelFileError(
-                f"{self.lora_path} cannot be loaded: it is no LoRA adapter for {self.model_path}; "
-                f"verbose=True shows why"
-            )
-
-    def _check_bytes(self, file: ModelFile) -> None:
-        if (byte := _llama_cpp.missing_byte(self)) is not None:
-            raise InvalidModelFileError(
-                f"{file.path} has no token for the byte 0x{byte:02X}: llama.cpp could not read every text. "
-                f"Convert the model again, with its byte tokens"
-            )
-
-    def _warn_of_size(self) -> None:
-        """Warn of a cache larger than F16's."""
-        if isinstance(self._setting, MixedKVConfig) and (stats := self._kv.stats()).saving < 0:
-            warnings.warn(
-                f"kv={str(self._setting)!r} takes {format_bytes(stats.bytes_total)} here, more than the "
-                f"{format_bytes(stats.bytes_f16)} of kv='f16'",
-                stacklevel=3,
-            )
-
-    def _warn_of_length(self, file: ModelFile, given: dict[str, Any]) -> None:
-        n_ctx = int(self.n_ctx()) // (1 if self._kv_unified else self._n_seq_max)
-        if text := beyond_training(n_ctx, int(file.get("context_length", 0)), given):
-            warnings.warn(text, stacklevel=3)
-
-    def _raise_clearly(self, error: BaseException, file: ModelFile, assertion: str) -> NoReturn:
-        """Raise errors whose reasons the base class leaves to llama.cpp's log."""
-        if self._loading is not None:
-            self._loading.check()
-        if assertion:
-            raise InvalidModelFileError(
-                f"{file.path} cannot be loaded: llama.cpp takes no such {file.architecture} model: "
-                f"{assertion}"
-            ) from error
-        if isinstance(error, ValueError) and str(error).startswith("Failed to load model"):
-            raise InvalidModelFileError(
-                f"{file.path} cannot be loaded: llama.cpp refuses it (architecture {file.architecture}); "
-                f"verbose=True shows why"
-            ) from error
-        if isinstance(error, ValueError) and str(error) == "Failed to create llama_context":
-            raise self._context_error(_core.last_error(), file) from error
-        raise error
-
-    def _context_error(self, reason: str, file: ModelFile) -> ValueError:
-        problem = self._unsupported() or _block_problem(self._setting, file)
-        if problem or "not supported" in reason:
-            return UnsupportedModelError(problem or reason)
-        asked = f"n_ctx={self._context_params.n_ctx} and kv={str(self._setting)!r}"
-        return ValueError(f"llama.cpp could not make a context of {asked}: {reason or 'its log says why'}")
-
-    def _unsupported(self) -> str:
-        """Return why this model cannot have this cache; "" if it can."""
-        native = self._setting.native()
-        if native is None:
-            return ""
-        n_ctx = self._context_params.n_ctx // (1 if self._kv_unified else self._n_seq_max)
-        type_k, type_v = ggml_type(self._setting.type_k), ggml_type(self._setting.type_v)
-        try:
-            _core.check(_llama_cpp.model(self), native, type_k, type_v, n_ctx)
-        except UnsupportedModelError as error:
-            return str(error)
-        return ""
+    def _settle_weights(self, weights: Llama | None) -> Iterator[str]:
+        """Have the weights stay where they are to be; yield what keeps them from it."""
+        if self._streaming is not None:
+            yield from self._streaming.lock(self)
+        elif weights is None and not (self._plan.base.get("use_mmap") or self._plan.base.get("use_mlock")):
+            move_to_large_pages(_core.mapped_weights(_llama_cpp.address(_llama_cpp.model(self))))
+        if weights is not None:
+            closing = weakref.WeakMethod(self.close)
+            weights.at_close(lambda: (close := closing()) and close())
 
 
 class _Limited(llama_cpp.StoppingCriteriaList):
@@ -668,32 +504,13 @@ class _Limited(llama_cpp.StoppingCriteriaList):
         self.n_most = n_most
 
 
-def _block_problem(setting: KVSetting, file: ModelFile) -> str:
-    """Return why a type's blocks do not divide a head, "" if they do; llama.cpp would only log it."""
-    try:
-        layers = model_shape(file).layers
-    except UnsupportedModelError:
-        return ""
-    for layer in layers:
-        for kind, size in zip(setting.types_of(layer.il), (layer.head_k, layer.head_v), strict=True):
-            elements, _ = type_block(kind)
-            if size % elements:
-                other = "a type of blocks of 32, as q4_0" if size % 32 == 0 else "kv='f16'"
-                return f"{kind} packs {elements} elements, layer {layer.il} has heads of {size}: use {other}"
-    return ""
-
-
-def _cells(n_ctx: int, n_streams: int) -> int:
-    """Return the context that llama.cpp makes of `n_ctx`: llama_cpp has room for as many tokens as it is
-    told, and its `n_ctx()` says how many llama.cpp has.
-    """
-    return padded(padded(n_ctx) // n_streams) * n_streams
-
-
-def _warn_of_gpu(given: dict[str, Any]) -> None:
-    if given.get("n_gpu_layers") and not llama_cpp.llama_supports_gpu_offload():
-        warnings.warn(
-            f"n_gpu_layers={given['n_gpu_layers']} has no effect: this build of llama.cpp has no GPU, or "
-            "finds none. Leave it out, or install with a backend for your GPU",
-            stacklevel=3,
-        )
+def _check_weights(weights: Llama | None, plan: LoadPlan) -> None:
+    """Refuse the weights of another file, or as another user loaded them."""
+    if weights is None:
+        return
+    if not isinstance(weights, Llama):
+        raise TypeError(f"weights={weights!r}: use a Llama of the same file")
+    same = (weights.model_path, weights._model_stamp) == (plan.path, plan.stamp)
+    if not same or weights.kv_overrides != plan.base.get("kv_overrides"):
+        raise ValueError(f"weights: this is a Llama of {weights.model_path}, not of {plan.path} as it is now")
+    _llama_cpp.context(weights)  # RuntimeError once it is closed

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from mixedkv.constrain.constraint import Mask
+from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.engine import Engine, stepping
-from mixedkv.engine.constrain.constraint import Mask
-from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.llama import Llama

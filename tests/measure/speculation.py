@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.engine import Engine
-from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.limits import padded
 from mixedkv.llama import Llama
 from mixedkv.model.named_model import find_model

@@ -5,12 +5,12 @@ This is all that the server and the command line take of it: tests/lint/check_mo
 what is inside, and an export too many.
 """
 
+from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.chat.chat_template import Chat, RenderedChat, TemplateOptions, ToolChoice
 from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.store_connector import StoreConnector
-from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.inbox import deliver_directly

@@ -12,8 +12,8 @@ from typing import Any
 
 from llama_cpp.llama_grammar import LlamaGrammar
 
+from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.engine.chat.chat_template import Chat, ToolChoice
-from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.ids import check_id
 from mixedkv.limits import whole

@@ -38,10 +38,10 @@ from mixedkv.engine.schedule.pacing import SLOWDOWN, Pace
 from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.engine.stepping import NotFiniteCount, Stepper
-from mixedkv.engine.text.detokenizer import Detokenizer, stop_strings
 from mixedkv.errors import ClosedError, ContextBusyError, ContextLengthError
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.detokenizer import Detokenizer, stop_strings
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.start.checkpoints import CheckpointLimits
 from mixedkv.start.sequences import MIN_SHARED, Reuse, SequencePool
@@ -288,7 +288,7 @@ class Engine:
         if self.width:
             raise ValueError("a model without vocabulary takes vectors: use `submit_jobs` with a VectorJob")
         self._check_open()
-        with self.llm.busy.present():  # the tokenizer's vocabulary goes with the `Llama`
+        with self.llm.busy.pin():  # the tokenizer's vocabulary goes with the `Llama`
             tokens, chat = self.tokenizer.encode(prompt, long=overflow == "slide")
         if chat.constraint is not None:
             sampling["constraint"] = chat.constraint
@@ -560,7 +560,7 @@ class Engine:
         if turn is None and not scheduler.running:
             # jobs that wait can only be helped by a call: look again soon
             self._inbox.wait(0.01 if scheduler.waiting else None)
-        use = self.llm.busy.waiting if turn is None else turn
+        use = self.llm.busy.acquire if turn is None else turn
         with self.turns, use():
             # one call a step while answers run, as all streams wait for it
             while self._inbox.answer_call() and not scheduler.running:

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from mixedkv.constrain.constraint import Matcher
+from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.engine.chat.tokenizer import Tokenizer
-from mixedkv.engine.constrain.constraint import Matcher
-from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.draft.speculation import Speculation
 from mixedkv.engine.jobs.drafter import Drafter
 from mixedkv.engine.jobs.job import AnswerState, CallTrigger, Job

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from mixedkv.constrain.constraint import Mask
 from mixedkv.engine.batch.batch import Batch
 from mixedkv.engine.batch.vector_job import take_hidden
 from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.engine.connect.kv_connector import KVConnector
-from mixedkv.engine.constrain.constraint import Mask
 from mixedkv.engine.draft.speculation import Speculation
 from mixedkv.engine.inbox import Outbox
 from mixedkv.engine.jobs.job import AnswerState, Delta, Failed, Job
@@ -21,11 +21,11 @@ from mixedkv.engine.restore import Restorer
 from mixedkv.engine.sample.sampler import Sampler, logits_row, logprob_of
 from mixedkv.engine.schedule.contract import Observer, PartRun, Run, StepPlan
 from mixedkv.engine.schedule.scheduler import Scheduler
-from mixedkv.engine.text.detokenizer import Detokenizer
 from mixedkv.engine.text.thought import Thought
 from mixedkv.errors import NotFiniteError, RowsGoneError, not_finite_at
 from mixedkv.llama import Llama
 from mixedkv.native.batch import NO_CELLS
+from mixedkv.native.detokenizer import Detokenizer
 from mixedkv.prompts.overflow import cut, head_of
 
 log = logging.getLogger("mixedkv.engine")

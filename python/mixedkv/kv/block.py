@@ -17,15 +17,15 @@ from mixedkv.kv.rows import (
     FOREIGN,
     LayerRows,
     RowGroup,
-    Truth,
+    Validities,
     all_of,
     describe_group,
-    describe_truth,
+    describe_validity,
     extend_past,
     pick_rows,
     read_group,
     read_setting,
-    read_truth,
+    read_validity,
     row_bytes,
     slice_group,
     take,
@@ -47,8 +47,8 @@ class KVBlock:
             should tell it apart.
         groups: the rows; none where no layer keeps any.
         checkpoints: of the sequence, at tokens within the block or at its end.
-        truth: what each token's rows are, uint8 [p1 - p0], see `mixedkv.kv.rows`; None if that is not known:
-            they are doubted. Only rows that were computed from the start are stored.
+        validity: what each token's rows are, uint8 [p1 - p0], see `mixedkv.kv.rows`; None if that is not
+            known: they are doubted. Only rows that were computed from the start are stored.
         past: a hash of the tokens before them; behind others they are approximate.
         setting: what the rows were computed under, see `mixedkv.kv.row_setting`; "" if that is not known.
             Under another one they are approximate.
@@ -59,13 +59,13 @@ class KVBlock:
     tokens: npt.NDArray[np.int32]
     groups: tuple[RowGroup, ...]
     checkpoints: tuple[Checkpoint, ...] = ()
-    truth: Truth = None  # type: ignore[assignment]  # until __post_init__
+    validity: Validities = None  # type: ignore[assignment]  # until __post_init__
     past: int = 0
     setting: str = ""
 
     def __post_init__(self) -> None:
-        if self.truth is None:
-            object.__setattr__(self, "truth", all_of(len(self), DOUBTED))
+        if self.validity is None:
+            object.__setattr__(self, "validity", all_of(len(self), DOUBTED))
 
     def __len__(self) -> int:
         return self.p1 - self.p0
@@ -82,13 +82,13 @@ class KVBlock:
     @property
     def n_exact(self) -> int:
         """Number of first tokens whose rows are those that an evaluation from the start gives."""
-        less = np.flatnonzero(self.truth != COMPUTED)
+        less = np.flatnonzero(self.validity != COMPUTED)
         return int(less[0]) if len(less) else len(self)
 
     @property
     def foreign(self) -> bool:
         """True if another program computed rows, which were not compared with this model's."""
-        return bool((self.truth == FOREIGN).any())
+        return bool((self.validity == FOREIGN).any())
 
     @property
     def is_text(self) -> bool:
@@ -120,7 +120,7 @@ class KVBlock:
             tokens=tokens,
             groups=groups,
             checkpoints=tuple(points),
-            truth=self.truth[p0 - self.p0 : p1 - self.p0],
+            validity=self.validity[p0 - self.p0 : p1 - self.p0],
             past=self.past_at(p0),
         )
 
@@ -144,11 +144,11 @@ class KVBlock:
         """Return the block as one of a model's, after its rows were compared with those that the model
         computes under `setting`.
         """
-        return replace(self, truth=all_of(len(self), COMPUTED), setting=setting)
+        return replace(self, validity=all_of(len(self), COMPUTED), setting=setting)
 
     def doubted(self) -> KVBlock:
         """Return the block as one of which nothing is known."""
-        return replace(self, truth=all_of(len(self), DOUBTED))
+        return replace(self, validity=all_of(len(self), DOUBTED))
 
     def to_arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays by name: "tokens", "<group>.positions", "<group>.<layer>.k" and so on."""
@@ -161,7 +161,7 @@ class KVBlock:
             "p0": self.p0,
             "p1": self.p1,
             "groups": [describe_group(group) for group in self.groups],
-            "truth": describe_truth(self.truth),
+            "truth": describe_validity(self.validity),
             "past": f"{self.past:016x}",
             "setting": self.setting,
         }
@@ -195,14 +195,14 @@ class KVBlock:
         if left:
             raise ValueError(f"array {sorted(left)[0]!r} belongs to no layer of the description")
         said = "truth" in description
-        known = read_truth(description["truth"], p1 - p0) if said else all_of(p1 - p0, DOUBTED)
+        known = read_validity(description["truth"], p1 - p0) if said else all_of(p1 - p0, DOUBTED)
         return cls(
             p0=p0,
             p1=p1,
             tokens=tokens,
             groups=groups,
             checkpoints=points,
-            truth=known,
+            validity=known,
             past=_read_past(description.get("past", "0")),
             setting=read_setting(description),
         )

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
 from mixedkv import _core
-from mixedkv.config import MixedKVConfig
+from mixedkv.config import KVSetting
+from mixedkv.config.cut_rule import CutRule
 from mixedkv.config.mixed import did_you_mean
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.block import KVBlock
-from mixedkv.kv.evaluating import Evaluating
+from mixedkv.kv.cache_context import CacheContext
+from mixedkv.kv.checkpoint import Checkpoint
+from mixedkv.kv.evaluation import Evaluation
 from mixedkv.kv.layer_view import LayerView
-from mixedkv.kv.row_setting import difference
-from mixedkv.kv.rows import APPROXIMATE, COMPUTED, runs
-from mixedkv.kv.sequence_state import StateRefusedError
+from mixedkv.kv.rows import APPROXIMATE, COMPUTED, DOUBTED
+from mixedkv.kv.sequence_state import SequenceStates, StateRefusedError
 from mixedkv.kv.stats import KVStats, LayerStats, SequenceStats
+from mixedkv.kv.validity import Validity
+from mixedkv.kv.window import LiveWindow
 from mixedkv.limits import INT32_MAX
 from mixedkv.native import llama_cpp as _llama_cpp
-from mixedkv.native.context_lock import exclusive, present
+from mixedkv.native.context_lock import ContextGate, exclusive, present
 from mixedkv.tokens import as_tokens
 
 _TUNABLE = ("quantization_threshold", "group_size", "sink_tokens")
@@ -51,21 +57,59 @@ _FOR_USERS = (
     "stats",
     "used",
 )
-_LOG = logging.getLogger("mixedkv.kv")
 _BY_AN_ADAPTER = "products of single columns with a LoRA adapter round otherwise than those of several"
 
 
-class KVCache(Evaluating):
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def _held(part: str, method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+    """Return a method that calls one of a part which the object holds, with its types and docstring."""
+
+    @wraps(method)
+    def called(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        return method(getattr(self, part), *args, **kwargs)
+
+    return called
+
+
+class KVCache:
     """The cache of one `Llama`, as its property `kv`. Use it on the thread that decodes.
 
     The `Llama` evaluates into sequence 0 and knows its tokens: n_tokens and input_ids follow what is done to
     it here. Sequences are numbered from 0 to n_seq_max - 1; where p1 < 0 a range of positions [p0, p1) ends
     at the sequence's end. Every method raises ClosedError once the `Llama` is closed, and those that touch
     rows ContextBusyError while another thread evaluates or touches them.
+
+    It holds its parts: the window's settings, what rows are worth, what sequences hold besides rows, and the
+    evaluation. Each of them has a file of its own.
+
+    Args:
+        check: returns what raises the reason why an evaluation ended early, see `Evaluation`.
+        busy: the context's lock.
     """
 
+    def __init__(
+        self,
+        llama: llama_cpp.Llama,
+        setting: KVSetting,
+        check: Callable[[], Callable[[], None] | None],
+        busy: ContextGate,
+    ) -> None:
+        self.busy = busy
+        self._context = context = CacheContext(llama, busy)
+        self._window = LiveWindow(context, setting)
+        self._validity = Validity(context)
+        self._states = SequenceStates(context, self._window, self._validity)
+        self._evaluation = Evaluation(context, self._states, self._validity, check)
+
+    @property
+    def _llama(self) -> llama_cpp.Llama:
+        return self._context.llama
+
     def __repr__(self) -> str:
-        return f"<KVCache {self._setting}>"
+        return f"<KVCache {self.config}>"
 
     def __setattr__(self, name: str, value: object) -> None:
         """Set what can be tuned.
@@ -84,11 +128,65 @@ class KVCache(Evaluating):
         """Return what a caller needs; the engine and the store use more, which may change."""
         return [*_FOR_USERS, *_TUNABLE]
 
+    @property
+    def config(self) -> KVSetting:
+        """The setting, a mixed one with its window as it is now. Any thread may ask."""
+        return self._window.setting
+
+    @property
+    def quantization_threshold(self) -> int:
+        """F16 tokens at most in the recent window of a sequence.
+
+        Can be set while the cache lives. A smaller window takes effect at once, and its memory goes back to
+        the system where the cache lies in that of the CPU. A larger one fills from new tokens only, since
+        what has left it stays quantised; beyond `KVStats.threshold_capacity` it allocates F16 rows, whose
+        memory stays with the cache.
+        """
+        return self._window.setting.window.threshold
+
+    @quantization_threshold.setter
+    def quantization_threshold(self, value: int) -> None:
+        self.set_window(quantization_threshold=value)
+
+    @property
+    def group_size(self) -> int:
+        """Tokens that leave the window together. Can be set, to the threshold at most."""
+        return self._window.setting.window.group_size
+
+    @group_size.setter
+    def group_size(self, value: int) -> None:
+        self.set_window(group_size=value)
+
+    @property
+    def sink_tokens(self) -> int:
+        """First tokens of a sequence, kept in F16 for good. Can be set, as far as there is room."""
+        return self._window.setting.window.sink_tokens
+
+    @sink_tokens.setter
+    def sink_tokens(self, value: int) -> None:
+        self.set_window(sink_tokens=value)
+
+    @exclusive
+    def set_window(
+        self,
+        *,
+        quantization_threshold: int | None = None,
+        group_size: int | None = None,
+        sink_tokens: int | None = None,
+    ) -> None:
+        """Set several of the window's settings at once; None leaves a setting unchanged.
+
+        Raises:
+            ValueError: a value is out of range, the cache is uniform, or it was made without F16 rows.
+            MemoryError: a larger window takes more memory than there is. The window stays as it was.
+        """
+        self._window.set(quantization_threshold, group_size, sink_tokens)
+
     @exclusive
     def stats(self, by_layer: bool = False) -> KVStats:
         """Return what the cache holds now; `by_layer` adds one entry per layer."""
-        address = self._address
-        if _llama_cpp.is_recurrent(self._llama):
+        address = self._context.address
+        if self._context.is_recurrent:
             return KVStats.without_rows(self._llama.n_ctx(), self._llama.context_params.n_seq_max, by_layer)
         sequences = tuple(SequenceStats(**seq) for seq in _core.sequences(address))
         layers = self.layers if by_layer else None
@@ -116,7 +214,7 @@ class KVCache(Evaluating):
         if il not in layers:
             known = ", ".join(map(str, layers)) or "none"
             raise IndexError(f"layer {il} has no KV cache; layers that have one: {known}")
-        return LayerView(lambda: self._address, layers[il], self.busy)
+        return LayerView(lambda: self._context.address, layers[il], self.busy)
 
     @exclusive
     def export(self, seq: int = 0, p0: int = 0, p1: int = -1, tokens: npt.ArrayLike | None = None) -> KVBlock:
@@ -136,7 +234,7 @@ class KVCache(Evaluating):
         """
         last = self.positions(seq)[1] + 1
         end = last if p1 < 0 else p1
-        groups = self._rows_out(seq, p0, end, last)
+        groups = self._states.rows_out(seq, p0, end, last)
         if tokens is None:
             tokens = self._known_tokens(seq, p0, end)
         ids = as_tokens(tokens)
@@ -150,8 +248,8 @@ class KVCache(Evaluating):
             tokens=ids,
             groups=groups,
             checkpoints=points,
-            truth=self.truth(seq, ids, p0),
-            past=self._past(seq, p0),
+            validity=self._validity.validity(seq, ids, p0),
+            past=self._validity.past(seq, p0),
             setting=self.row_setting,
         )
 
@@ -191,29 +289,16 @@ class KVCache(Evaluating):
         follows = seq == 0 and block.p0 + shift == self._llama.n_tokens
         drop_from = self._llama.n_tokens if follows else -1
         try:
-            self._rows_in(block, seq, shift, drop_from, more, point)
+            self._states.rows_in(block, seq, shift, drop_from, more, point)
         except StateRefusedError as error:
             self.remove(seq)
             raise ValueError(str(error)) from error
         if follows:
             self._append_tokens(block.tokens)
         changed = shift != 0 or not self._has_types_of(block)
-        self._say(block, seq, block.p0 + shift, APPROXIMATE if changed else COMPUTED)
+        self._validity.record(block, seq, block.p0 + shift, APPROXIMATE if changed else COMPUTED)
         if point is not None and (past is None or point.setting != block.setting):
-            self._judge(point, block.p1, seq)
-
-    def _say(self, block: KVBlock, seq: int, at: int, best: int) -> None:
-        """Note what the rows of a block are that were put into a sequence, `best` at best, and under which
-        setting they were computed: while that is not the present one they are approximate.
-        """
-        known = np.maximum(block.truth, np.uint8(best))
-        reason = difference(block.setting, self.row_setting)
-        if reason:
-            _LOG.info("rows at [%d, %d) are approximate here: %s", block.p0, block.p1, reason)
-        self._doubt(seq, bool(known.any() or reason) or (at > 0 and seq in self._doubted))
-        for kind, begin, end in runs(known):
-            past, ids = block.past_at(block.p0 + begin), block.tokens[begin:end]
-            _core.set_truth(self._address, seq, at + begin, past, ids, kind, block.setting)
+            self._validity.record_checkpoint(point, block.p1, seq)
 
     @exclusive
     def replace(self, block: KVBlock, seq: int = 0) -> None:
@@ -232,8 +317,100 @@ class KVCache(Evaluating):
         self.remove(seq, block.p0, block.p1)
         if seq == 0:
             self._llama.n_tokens = n  # the tokens are still the same
-        self._rows_in(block, seq, 0, -1, False, block.checkpoint_at(block.p1))
-        self._say(block, seq, block.p0, APPROXIMATE)
+        self._states.rows_in(block, seq, 0, -1, False, block.checkpoint_at(block.p1))
+        self._validity.record(block, seq, block.p0, APPROXIMATE)
+
+    # --- what rows are ---
+
+    @property
+    @present
+    def row_setting(self) -> str:
+        """The setting that rows are computed under now, as text: all that shapes them besides their tokens.
+
+        The model's file, overridden metadata, adapters and their scales, RoPE, the window as it is now, and
+        by layer the types of the rows, their rotation, scales and kind of attention. Rows of two contexts are
+        the same, but for rounding, where their settings are. Threads, batches, and where layers run are left
+        out. Any thread may ask.
+        """
+        return self._validity.setting
+
+    @exclusive
+    def setting_of(self, seq: int, p: int) -> str:
+        """Return what the row of a sequence at position `p` was computed under; "" if that is not known."""
+        return self._validity.setting_of(seq, p)
+
+    @property
+    def exact_tokens(self) -> int:
+        """Number of leading tokens of sequence 0 that have the rows which evaluating them from the start
+        would give.
+
+        All of n_tokens, unless tokens were evaluated behind a mixed window that had lost F16 rows (after a
+        rollback, a block cut short, or where other sequences needed the room) or behind rows that are not
+        exact, rows were loaded at another place or converted, a state was loaded, or rows were computed under
+        another setting than the present one: they came so, or the window or an adapter was changed.
+        """
+        n = self._llama.n_tokens
+        return min(n, self._validity.exact(0, self._llama.input_ids[:n]))
+
+    @exclusive
+    def limit_exact(self, p: int) -> None:
+        """Mark rows of sequence 0 from `p` on as inexact, after llama_cpp's own functions moved rows."""
+        self._validity.limit(0, p, -1, DOUBTED)
+
+    @exclusive
+    def assume(self, tokens: npt.ArrayLike, n_exact: int) -> None:
+        """Set the tokens that sequence 0 holds from position 0 on; the first `n_exact` of them have exact
+        rows.
+
+        Raises:
+            ValueError: the sequence has another length.
+        """
+        ids = as_tokens(tokens)
+        if self.positions(0) != (0, len(ids) - 1):
+            raise ValueError(f"tokens: {len(ids)} do not describe positions {self.positions(0)}")
+        self._llama.input_ids[: len(ids)] = ids
+        self._llama.n_tokens = len(ids)
+        if n_exact < len(ids):
+            self.limit_exact(n_exact)
+
+    # --- evaluation ---
+
+    @exclusive
+    def fill(
+        self,
+        tokens: npt.ArrayLike,
+        positions: npt.ArrayLike,
+        seq: int = 0,
+        *,
+        logits: bool = False,
+        last_layer: int | None = None,
+        watch: int = 0,
+    ) -> npt.NDArray[np.float32]:
+        """Evaluate tokens at positions that a sequence lacks, between others that it has: they see what is
+        before them, and each other. The `Llama` does not follow it: see `assume`.
+
+        Args:
+            tokens: token ids, [n]; n_batch at most.
+            positions: theirs, ascending, [n].
+            seq: the sequence.
+            logits: compute those of the last token, where `llama_get_logits_ith(context, -1)` finds them.
+            last_layer: compute rows up to this layer only; the tokens must then be removed again.
+            watch: positions [0, watch) whose attention is watched.
+
+        Returns:
+            float32 [watch]: attention that the tokens pay to the quantised row at each position, summed over
+            tokens, heads and the deeper half of the layers.
+
+        Raises:
+            ValueError: the sequence has one of the positions, they do not ascend, or a token is none; or
+                attention is watched, or evaluation cut short, where a layer does not have the fused
+                attention, or the last layer keeps no rows.
+            LookupError: there is no such sequence, or no room.
+            UnsupportedModelError: the model keeps more than rows of tokens (recurrent layers).
+            NotFiniteError, ModelReadError, KeyboardInterrupt: as `step`; the sequence then lacks all of the
+                positions.
+        """
+        return self._evaluation.fill(tokens, positions, seq, logits, last_layer, watch)
 
     # --- sequences ---
 
@@ -243,9 +420,9 @@ class KVCache(Evaluating):
         """Cells that hold a token; one that several sequences share counts once. 0 where all layers keep a
         state instead.
         """
-        if _llama_cpp.is_recurrent(self._llama):
+        if self._context.is_recurrent:
             return 0
-        return int(_core.stats(self._address)["n_cells_used"])
+        return int(_core.stats(self._context.address)["n_cells_used"])
 
     @property
     @present
@@ -253,7 +430,7 @@ class KVCache(Evaluating):
         """True if positions can be moved: not with recurrent layers, with sliding-window layers only where
         swa_full=True, and not in a quantised uniform cache where RoPE turns a part of each head.
         """
-        memory = self._memory
+        memory = self._context.memory
         return bool(memory) and self.can_cut and bool(llama_cpp.llama_memory_can_shift(memory))
 
     @exclusive
@@ -265,13 +442,13 @@ class KVCache(Evaluating):
             ValueError: there is no such sequence, or no such range.
         """
         self._check_range(seq, p0, p1)
-        if not llama_cpp.llama_memory_seq_rm(self._memory, seq, p0, p1):
+        if not self._context.remove(seq, p0, p1):
             raise UnsupportedModelError(
                 f"[{p0}, {p1}) of seq={seq} cannot be removed, since this model keeps a state of the whole "
                 f"sequence: remove all of it"
             )
         if p0 == 0 and p1 < 0:
-            self._doubt(seq, False)
+            self._validity.mark(seq, False)
         n = self._llama.n_tokens
         if seq == 0 and p0 < n and (p1 < 0 or p1 >= n):
             self._llama.n_tokens = p0
@@ -288,7 +465,7 @@ class KVCache(Evaluating):
             ValueError: there is no such sequence or range, or part of one in a cache that is not unified.
         """
         self._check_range(source, p0, p1)
-        self._check_sequence("target", target)
+        self._context.check_sequence("target", target)
         if source == target:
             return
         if not (self._llama.context_params.kv_unified and self.can_cut):
@@ -296,8 +473,8 @@ class KVCache(Evaluating):
             p0 = p1 = -1  # all: llama.cpp aborts on anything that looks like a part
         if self.positions(target)[1] >= 0:  # llama.cpp would have some positions twice
             self.remove(target, max(0, p0), p1)
-        llama_cpp.llama_memory_seq_cp(self._memory, source, target, p0, p1)
-        self._doubt(target, source in self._doubted)
+        llama_cpp.llama_memory_seq_cp(self._context.memory, source, target, p0, p1)
+        self._validity.mark_copy(source, target)
 
     @exclusive
     def shift(self, seq: int, p0: int, p1: int, by: int) -> None:
@@ -322,7 +499,7 @@ class KVCache(Evaluating):
         if seq == 0:
             self._shift_tokens(p0, min(end, self._llama.n_tokens), by)
         before = self._at()
-        llama_cpp.llama_memory_seq_add(self._memory, seq, p0, p1, by)
+        llama_cpp.llama_memory_seq_add(self._context.memory, seq, p0, p1, by)
         if seq != 0 and self._at() != before:
             self._llama.n_tokens = 0
 
@@ -365,8 +542,8 @@ class KVCache(Evaluating):
 
     def _at(self) -> list[list[int]]:
         """Return the positions that layers have of sequence 0, once for each group of layers."""
-        one_each = {layer["group"]: layer["il"] for layer in _core.layers(self._address)}
-        return [_core.read_tiers(self._address, il, 0, 0, -1)[0].tolist() for il in one_each.values()]
+        one_each = {layer["group"]: layer["il"] for layer in _core.layers(self._context.address)}
+        return [_core.read_tiers(self._context.address, il, 0, 0, -1)[0].tolist() for il in one_each.values()]
 
     @exclusive
     def keep(self, seq: int) -> None:
@@ -375,7 +552,7 @@ class KVCache(Evaluating):
         Raises:
             ValueError: there is no such sequence.
         """
-        self._check_sequence("seq", seq)
+        self._context.check_sequence("seq", seq)
         for other in range(self._llama.context_params.n_seq_max):  # llama.cpp's seq_keep is of one stream
             if other != seq:
                 self.remove(other)
@@ -383,11 +560,11 @@ class KVCache(Evaluating):
     @exclusive
     def clear(self) -> None:
         """Remove all sequences."""
-        llama_cpp.llama_memory_clear(self._memory, True)
+        llama_cpp.llama_memory_clear(self._context.memory, True)
         self._llama.n_tokens = 0
 
     def _check_range(self, seq: int, p0: int, p1: int) -> None:
-        self._check_sequence("seq", seq)
+        self._context.check_sequence("seq", seq)
         if not 0 <= p0 <= INT32_MAX or p1 > INT32_MAX or 0 <= p1 < p0:
             raise ValueError(f"[{p0}, {p1}) is not a valid range of positions")
 
@@ -423,26 +600,76 @@ class KVCache(Evaluating):
             for layer in group.layers
         )
 
-    @exclusive
-    def rest(self, seq: int = 0) -> None:
-        """Allow F16 rows of an idle sequence to be evicted for others. A `checkpoint` that was taken before
-        restores them.
-        """
-        if isinstance(self._setting, MixedKVConfig):
-            _core.rest(self._address, seq)
+    # --- where a sequence can be cut, and how it continues ---
 
     @exclusive
-    def wake(self, seq: int = 0) -> None:
-        """Take back `rest`: the sequence goes on, though others may be evaluated before it."""
-        if isinstance(self._setting, MixedKVConfig):
-            _core.wake(self._address, seq)
+    def positions(self, seq: int = 0) -> tuple[int, int]:
+        """Return the lowest and highest position that all layers still hold of a sequence; (-1, -1) when it
+        is empty.
+        """
+        return self._context.positions(seq)
+
+    @property
+    def can_cut(self) -> bool:
+        """True if part of a sequence can be removed: not where recurrent layers keep a state of all of it."""
+        return self._context.can_cut
+
+    @property
+    @present
+    def cut_rule(self) -> CutRule:
+        """The rule that says where a sequence can be cut."""
+        return self._states.cut_rule
+
+    @property
+    @present
+    def sliding_window(self) -> int:
+        """Tokens that layers with a sliding window see, 0 if there are none."""
+        return self._states.sliding_window
 
     @exclusive
-    def drop_window(self, seq: int) -> None:
-        """Have layers with a sliding window let go of a sequence, whose other rows stay. A `checkpoint` that
-        was taken before restores them.
+    def checkpoint(self, seq: int = 0) -> Checkpoint | None:
+        """Copy the state of a sequence besides the rows of all its tokens: F16 copies of recent rows, rows of
+        sliding windows, the state of recurrent layers. `resume` continues from it later.
+
+        None where there is nothing of the kind, or not all of it any more.
         """
-        _core.drop_sliding(self._address, seq)
+        return self._states.checkpoint(seq)
+
+    @exclusive
+    def resume(self, point: Checkpoint, n: int, source: int, target: int) -> None:
+        """Set sequence `target` to the first `n` tokens of `source`, from its rows and the checkpoint. Both
+        may be the same sequence.
+
+        The `Llama` does not notice a change of its sequence 0. If the checkpoint was taken under another
+        setting (`row_setting`), its rows are approximate, and so is what is evaluated behind them.
+
+        Raises:
+            ValueError: the checkpoint does not serve this cut or this model or is of other tokens than the
+                rows, rows are missing, or there is no room. The target is empty then.
+        """
+        self._states.resume(point, n, source, target)
+
+    # --- what the engine and the store ask of the parts ---
+
+    step = _held("_evaluation", Evaluation.step)
+    decode = _held("_evaluation", Evaluation.decode)
+    causal = _held("_evaluation", Evaluation.causal)
+    refused = _held("_evaluation", Evaluation.refused)
+    take_not_finite = _held("_evaluation", Evaluation.take_not_finite)
+    clear_unused = _held("_evaluation", Evaluation.clear_unused)
+
+    validity = _held("_validity", Validity.validity)
+    exact = _held("_validity", Validity.exact)
+
+    holds = _held("_states", SequenceStates.holds)
+    longest_cut = _held("_states", SequenceStates.longest_cut)
+    n_rows = _held("_states", SequenceStates.n_rows)
+    has_rows = _held("_states", SequenceStates.has_rows)
+
+    short_from = _held("_window", LiveWindow.short_from)
+    rest = _held("_window", LiveWindow.rest)
+    wake = _held("_window", LiveWindow.wake)
+    drop_window = _held("_window", LiveWindow.drop_window)
 
     def _known_tokens(self, seq: int, p0: int, p1: int) -> npt.NDArray[np.int32]:
         if seq != 0 or self._llama.n_tokens < p1:
@@ -453,4 +680,11 @@ class KVCache(Evaluating):
 
     @present
     def _layers(self) -> dict[int, LayerStats]:
-        return {layer["il"]: LayerStats.of(layer) for layer in self._native_layers()}
+        return {layer["il"]: LayerStats.of(layer) for layer in self._context.layers()}
+
+    def _append_tokens(self, tokens: npt.NDArray[np.int32]) -> None:
+        """Append tokens whose KV was loaded behind what is there, so that evaluation goes on after them."""
+        llama = self._llama
+        end = min(llama.n_tokens + len(tokens), len(llama.input_ids))
+        llama.input_ids[llama.n_tokens : end] = tokens[: end - llama.n_tokens]
+        llama.n_tokens = end

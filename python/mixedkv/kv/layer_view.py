@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from mixedkv import _core
 from mixedkv.kv.stats import LayerStats
-from mixedkv.native.context_lock import exclusive
+from mixedkv.native.context_lock import ContextGate, exclusive
 
 Basis = Literal["attention", "model"]
 
@@ -21,7 +21,7 @@ class LayerView:
     Every method raises ContextBusyError while another thread evaluates or touches rows.
     """
 
-    def __init__(self, address: Callable[[], int], info: LayerStats, busy: _core.Gate) -> None:
+    def __init__(self, address: Callable[[], int], info: LayerStats, busy: ContextGate) -> None:
         self._address = address
         self.info = info
         self.busy = busy

@@ -251,7 +251,7 @@ def read_setting(description: Mapping[str, Any]) -> str:
 NAMES = ("computed", "approximate", "incomplete", "foreign", "doubted")
 COMPUTED, APPROXIMATE, INCOMPLETE, FOREIGN, DOUBTED = range(5)
 
-Truth = npt.NDArray[np.uint8]
+Validities = npt.NDArray[np.uint8]
 
 
 def extend_past(past: int, tokens: npt.NDArray[np.int32]) -> int:
@@ -259,23 +259,23 @@ def extend_past(past: int, tokens: npt.NDArray[np.int32]) -> int:
     return _core.extend_past(past, tokens)
 
 
-def all_of(n: int, truth: int) -> Truth:
-    return np.full(n, truth, np.uint8)
+def all_of(n: int, validity: int) -> Validities:
+    return np.full(n, validity, np.uint8)
 
 
-def runs(truth: Truth) -> list[tuple[int, int, int]]:
-    """Return what rows are in runs (truth, begin, end), ascending."""
-    ends = [*(np.flatnonzero(np.diff(truth)) + 1).tolist(), len(truth)]
-    return [(int(truth[begin]), begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+def runs(validity: Validities) -> list[tuple[int, int, int]]:
+    """Return what rows are in runs (validity, begin, end), ascending."""
+    ends = [*(np.flatnonzero(np.diff(validity)) + 1).tolist(), len(validity)]
+    return [(int(validity[begin]), begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
-def describe_truth(truth: Truth) -> list[list[Any]]:
+def describe_validity(validity: Validities) -> list[list[Any]]:
     """Describe what rows are, as JSON can hold it: `[["computed", 120], ["approximate", 80]]`."""
-    return [[NAMES[kind], end - begin] for kind, begin, end in runs(truth)]
+    return [[NAMES[kind], end - begin] for kind, begin, end in runs(validity)]
 
 
-def read_truth(value: object, n: int) -> Truth:
-    """Return what `describe_truth` was called on, of `n` rows.
+def read_validity(value: object, n: int) -> Validities:
+    """Return what `describe_validity` was called on, of `n` rows.
 
     Raises:
         ValueError: it is something else.

@@ -16,9 +16,9 @@ import numpy as np
 
 from mixedkv.engine.chat.tokenizer import Prompt
 from mixedkv.engine.sample.sampling import Sampling
-from mixedkv.engine.text.detokenizer import TextStream
 from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.hosts import is_local
+from mixedkv.native.detokenizer import TextStream
 from mixedkv.prompts.prompt_lookup import PromptLookup
 from mixedkv.split import split_pb2 as pb
 from mixedkv.split import wire

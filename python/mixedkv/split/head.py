@@ -11,11 +11,11 @@ import numpy.typing as npt
 
 from mixedkv import _core
 from mixedkv.engine.chat.tokenizer import Tokenizer
-from mixedkv.engine.text.detokenizer import Detokenizer
 from mixedkv.errors import InvalidModelFileError, NotFiniteError
 from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import TensorFacts, read_model_file
 from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.detokenizer import Detokenizer
 from mixedkv.split.parts import HEAD, OUTPUT, OUTPUT_BIAS, PREFIX, TOKEN_EMBD, read_part
 
 Floats = npt.NDArray[np.float32]

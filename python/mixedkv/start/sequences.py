@@ -20,7 +20,7 @@ import numpy.typing as npt
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.checkpoint import Checkpoint, served
-from mixedkv.kv.rows import Truth
+from mixedkv.kv.rows import Validities
 from mixedkv.prompts.overflow import Gap, LongPrompt
 from mixedkv.start.checkpoints import CheckpointLimits, thinned
 from mixedkv.tokens import Tokens, common_prefix
@@ -131,7 +131,7 @@ class SequenceMemory(Protocol):
 
     def has_rows(self, seq: int, n: int) -> bool: ...
 
-    def truth(self, seq: int, tokens: npt.ArrayLike, p0: int = 0) -> Truth: ...
+    def validity(self, seq: int, tokens: npt.ArrayLike, p0: int = 0) -> Validities: ...
 
     def rest(self, seq: int) -> None: ...
 
@@ -298,7 +298,7 @@ class SequencePool:
         """Return whether a sequence's rows of tokens [begin, end) are those that evaluating from the start
         gives.
         """
-        return not self._memory.truth(seq.id, seq.tokens[begin:end], begin).any()
+        return not self._memory.validity(seq.id, seq.tokens[begin:end], begin).any()
 
     def confirm(self, match: SequenceMatch) -> bool:
         """Return whether the source still holds what the match needs, which may have been needed elsewhere;

@@ -346,7 +346,7 @@ class KVStore:
         if block.n_exact < len(block):
             raise ValueError(
                 f"block: its row at position {block.p0 + block.n_exact} is "
-                f"{NAMES[block.truth[block.n_exact]]}, and only those of an evaluation from the start are "
+                f"{NAMES[block.validity[block.n_exact]]}, and only those of an evaluation from the start are "
                 f"stored: export the rows before it"
             )
         if identity.setting and block.setting != identity.setting:

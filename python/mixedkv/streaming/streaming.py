@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import llama_cpp
@@ -64,25 +63,40 @@ class StreamingStats:
     share_waiting: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StreamingPlan:
+    """A choice of the layers of a model that are streamed, and how.
+
+    Attributes:
+        mode: how layers are read.
+        layers: those that are streamed; none where all stay.
+        pattern: of the names of their weights.
+        kept: bytes that stay of a model whose routed experts are mapped.
+        n_batch: tokens of a batch and of a micro-batch; 0: as the user or llama_cpp has it.
+    """
+
+    file: ModelFile
+    mode: Mode
+    layers: tuple[int, ...] = ()
+    pattern: str = ""
+    kept: int = 0
+    n_batch: int = 0
+
+
 class Streaming:
     """The layers of one `Llama` that are streamed; `stats()` says how that goes."""
 
-    def __init__(
-        self, file: ModelFile, layers: list[int], sizes: LayerSizes | None, mode: Mode, kept: int = 0
-    ) -> None:
-        """`kept`: bytes that stay of a model whose routed experts are mapped."""
-        self.mode, self.layers = mode, tuple(layers)
-        self._file, self._kept = file, kept
+    def __init__(self, plan: StreamingPlan) -> None:
+        self.mode, self.layers = plan.mode, plan.layers
+        self._file, self._kept = plan.file, plan.kept
         self._n_locked = 0
         self._stream: _core.Stream | None = None
         self._overrides: Any = None
-        if layers and sizes:
-            self._stream = _core.Stream(mode == "prefetch", RING_LAYERS, _THREADS, _CHUNK)
-            override = _llama_cpp.TensorBufferOverride(
-                sizes.pattern(layers).encode(), self._stream.buffer_type()
-            )
+        if plan.layers:
+            self._stream = _core.Stream(plan.mode == "prefetch", RING_LAYERS, _THREADS, _CHUNK)
+            override = _llama_cpp.TensorBufferOverride(plan.pattern.encode(), self._stream.buffer_type())
             self._overrides = (_llama_cpp.TensorBufferOverride * 2)(override)  # an empty one ends it
-        elif kept:
+        elif plan.kept:
             self._stream = _core.Stream(False, RING_LAYERS, _THREADS, _CHUNK)  # which locks them
 
     def prepare(self, params: Any) -> None:
@@ -95,22 +109,20 @@ class Streaming:
         if self._overrides is not None:
             params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
 
-    def loaded(self, llm: llama_cpp.Llama) -> None:
-        """Keep in memory what should stay there, and say what is not as it should be."""
+    def lock(self, llm: llama_cpp.Llama) -> Iterator[str]:
+        """Keep in memory what should stay there, and yield what is not as it should be."""
         if self._stream is None:
             return
         if self.mode == "direct" and not self._stream.stats()["o_direct"]:
-            warnings.warn(
+            yield (
                 f"{self._file.path} cannot be read past the page cache (O_DIRECT): layers are read through "
-                f"it, which is slower",
-                stacklevel=4,
+                f"it, which is slower"
             )
         self._n_locked, n_bytes, problem = self._stream.lock(_llama_cpp.address(_llama_cpp.model(llm)))
         if problem:
-            warnings.warn(
+            yield (
                 f"{self._n_locked} of {n_bytes} bytes of weights are locked in memory ({problem}): "
-                f"where there is swap, others may go there. Raise the limit with ulimit -l",
-                stacklevel=4,
+                f"where there is swap, others may go there. Raise the limit with ulimit -l"
             )
 
     def check(self) -> None:
@@ -161,10 +173,9 @@ def plan_streaming(
     asked: Asked | None,
     memory: int | str | None,
     mode: Mode,
-    context: dict[str, Any],
-) -> Streaming | None:
-    """Plan the streaming that a `Llama` was asked for, None if nothing; `context`: its other arguments, which
-    may get an n_batch.
+    context: Mapping[str, Any],
+) -> StreamingPlan | None:
+    """Plan the streaming that a `Llama` was asked for, None if nothing; `context`: its other arguments.
 
     Raises:
         ValueError: what was asked does not fit, or does not go together.
@@ -179,20 +190,23 @@ def plan_streaming(
     if context.get("vocab_only"):
         raise ValueError("vocab_only loads no layers: leave stream_layers and memory out")
     if mode in ("mmap", "resident"):
-        return Streaming(file, [], None, mode)
+        return StreamingPlan(file=file, mode=mode)
     sizes = LayerSizes.of(file, "ffn_" if asked == "ffn" else "")
     room = _room(memory)
     n_ctx = context["n_ctx"] or int(file.get("context_length", 0))
-    if "n_batch" not in context and "n_ubatch" not in context:
-        n = _batch_within(file, room, n_ctx)
-        context.update(n_batch=n, n_ubatch=n)
-    n_ubatch = min(context.get("n_ubatch", 512), context.get("n_batch", 512))
+    given = "n_batch" in context or "n_ubatch" in context
+    n_batch = 0 if given else _batch_within(file, room, n_ctx)
+    n_ubatch = n_batch or min(context.get("n_ubatch", 512), context.get("n_batch", 512))
     sliding = Sliding(full=bool(context.get("swa_full")), n_ubatch=n_ubatch)
     taken = context_bytes(file, setting, n_ctx, context["n_seq_max"], sliding) + _SLACK
     if sizes.routed:
-        return _beside_experts(file, sizes, asked, room - taken)
-    layers = choose_layers(sizes, "auto" if asked is None else asked, room - taken)
-    return Streaming(file, layers, sizes, mode if layers else "resident")
+        plan = _beside_experts(file, sizes, asked, room - taken)
+    else:
+        layers = choose_layers(sizes, "auto" if asked is None else asked, room - taken)
+        pattern = sizes.pattern(layers) if layers else ""
+        mode = mode if layers else "resident"
+        plan = StreamingPlan(file=file, mode=mode, layers=tuple(layers), pattern=pattern)
+    return replace(plan, n_batch=n_batch)
 
 
 def _batch_within(file: ModelFile, room: int, n_ctx: int) -> int:
@@ -201,7 +215,7 @@ def _batch_within(file: ModelFile, room: int, n_ctx: int) -> int:
     return min(n, n_ctx or n)
 
 
-def _beside_experts(file: ModelFile, sizes: LayerSizes, asked: Asked | None, room: int) -> Streaming:
+def _beside_experts(file: ModelFile, sizes: LayerSizes, asked: Asked | None, room: int) -> StreamingPlan:
     """Plan the streaming of a model with routed experts: what a token always needs stays; experts are mapped,
     and read as they are chosen, unless all fit.
     """
@@ -212,10 +226,10 @@ def _beside_experts(file: ModelFile, sizes: LayerSizes, asked: Asked | None, roo
         )
     kept = sizes.rest + sum(sizes.layers)
     if kept + sizes.routed <= room:
-        return Streaming(file, [], None, "resident")
+        return StreamingPlan(file=file, mode="resident")
     if kept > room:
         raise ValueError(no_room("the weights that all tokens need", kept, room))
-    return Streaming(file, [], None, "mmap", kept)
+    return StreamingPlan(file=file, mode="mmap", kept=kept)
 
 
 def _room(memory: int | str | None) -> int:

@@ -204,7 +204,7 @@ def test_a_thread_cannot_close_what_it_evaluates_with() -> None:
         def close(*_: Any) -> Any:
             llm.close()
 
-        with llm.busy.waiting(), pytest.raises(RuntimeError, match="this thread is in a call"):
+        with llm.busy.acquire(), pytest.raises(RuntimeError, match="this thread is in a call"):
             llm.close()
         llm.eval([1, 2, 3])
         assert llm.n_tokens == 3
@@ -221,7 +221,7 @@ def test_an_interrupt_stops_one_step_of_an_engine() -> None:
 
 def test_ctrl_c_that_leaves_a_call_entered_is_what_the_caller_sees() -> None:
     llm = open_llama()
-    call = llm.busy.waiting()
+    call = llm.busy.acquire()
 
     def interrupted_in_a_call() -> None:
         with llm:

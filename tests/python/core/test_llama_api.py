@@ -18,7 +18,7 @@ import pytest
 from mixedkv import Llama, MixedKVConfig
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.engine.constrain.constraint import constrain
+from mixedkv.constrain.constraint import constrain
 from mixedkv.errors import ClosedError
 from support import zoo
 

@@ -160,7 +160,7 @@ def test_no_thread_loads_a_state_under_an_engine() -> None:
             inside, seen = threading.Event(), threading.Event()
 
             def use() -> None:
-                with llm.busy.waiting():
+                with llm.busy.acquire():
                     inside.set()
                     seen.wait(20)
 

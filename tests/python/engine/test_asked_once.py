@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from mixedkv import Llama
+from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.engine import Engine, Sampling, StoreConnector
 from mixedkv.engine.answer import Answer
-from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ContextLengthError
 from mixedkv.store import KVStore

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from mixedkv.constrain.constraint import ConstraintCompiler
 from mixedkv.engine.chat.chat_template import ChatRenderer, RenderedChat, ToolChoice
-from mixedkv.engine.constrain.constraint import ConstraintCompiler
 from mixedkv.engine.text.answer_reader import AnswerReader
 from mixedkv.limits import check_depth
 from support.families import ADD, ARGUMENTS, CALLS, WEATHER, template

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from mixedkv.engine.constrain.constraint import ConstraintCompiler
-from mixedkv.engine.constrain.constraint_text import Constraint
-from mixedkv.engine.constrain.gbnf import gbnf_to_lark
-from mixedkv.engine.constrain.json_schema import MOST_DIGITS
-from mixedkv.engine.text.detokenizer import Detokenizer
+from mixedkv.constrain.constraint import ConstraintCompiler
+from mixedkv.constrain.constraint_text import Constraint
+from mixedkv.constrain.gbnf import gbnf_to_lark
+from mixedkv.constrain.json_schema import MOST_DIGITS
 from mixedkv.errors import DeadEndError
+from mixedkv.native.detokenizer import Detokenizer
 from support import zoo
 from support.constraint_support import BYTEWISE, follow, random_answer, schemas
 
@@ -81,7 +81,7 @@ def test_a_number_that_is_full_gets_no_further_digit(bytewise: ConstraintCompile
 def test_masks_that_take_too_long_are_not_made(
     bytewise: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mixedkv.engine.constrain.constraint._MASK_SECONDS", -0.005)
+    monkeypatch.setattr("mixedkv.constrain.constraint._MASK_SECONDS", -0.005)
     matcher = bytewise.compile(Constraint("regex", "a*"))
     found = [matcher.ahead([]) is not None for _ in range(10)]
     assert found == sorted(found, reverse=True)

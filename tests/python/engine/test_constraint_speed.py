@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mixedkv.engine.constrain.constraint import ConstraintCompiler
-from mixedkv.engine.constrain.constraint_text import Constraint
+from mixedkv.constrain.constraint import ConstraintCompiler
+from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.errors import DeadEndError
 from support.constraint_support import BYTEWISE
 

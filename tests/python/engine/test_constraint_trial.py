@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from mixedkv.constrain import trial
+from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.engine.chat.chat_template import ChatRenderer, ToolChoice
-from mixedkv.engine.constrain import trial
-from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.work import processes
 from support.hostile_constraints import BYTES, compile_one
 from support.recorded import TEMPLATES

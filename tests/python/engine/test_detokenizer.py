@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixedkv.engine.text.detokenizer import TextStream
+from mixedkv.native.detokenizer import TextStream
 
 pytestmark = pytest.mark.core
 

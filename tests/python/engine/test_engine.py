@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.engine.constrain.constraint_text import Constraint
+from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.engine.jobs.job import Delta, Failed
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.pacing import Pace

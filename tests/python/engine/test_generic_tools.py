@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from mixedkv.constrain.constraint import ConstraintCompiler
 from mixedkv.engine.chat import generic_tools
 from mixedkv.engine.chat.chat_template import Chat, ChatRenderer, RenderedChat, TemplateOptions, ToolChoice
-from mixedkv.engine.constrain.constraint import ConstraintCompiler
 from support.families import ADD, ARGUMENTS, WEATHER, template
 
 pytestmark = pytest.mark.core

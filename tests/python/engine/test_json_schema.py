@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mixedkv.engine.constrain.constraint import ConstraintCompiler
-from mixedkv.engine.constrain.constraint_text import Constraint
-from mixedkv.engine.constrain.json_schema import closed_schema
+from mixedkv.constrain.constraint import ConstraintCompiler
+from mixedkv.constrain.constraint_text import Constraint
+from mixedkv.constrain.json_schema import closed_schema
 from mixedkv.errors import DeadEndError
 from support.constraint_support import BYTEWISE, follow, random_answer
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mixedkv import Llama
-from mixedkv.engine.constrain.constraint import constrain
+from mixedkv.constrain.constraint import constrain
 from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
 from mixedkv.engine.engine import Engine
 from mixedkv.model.gguf_file import read_model_file

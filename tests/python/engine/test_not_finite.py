@@ -12,8 +12,8 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
+from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.engine import Engine
-from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
 from mixedkv.errors import NotFiniteError
 from mixedkv.model.gguf_file import read_model_file

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mixedkv.engine.constrain.constraint import ConstraintCompiler, Matcher
-from mixedkv.engine.constrain.constraint_text import Constraint
-from mixedkv.engine.constrain.json_schema import NumberLength
+from mixedkv.constrain.constraint import ConstraintCompiler, Matcher
+from mixedkv.constrain.constraint_text import Constraint
+from mixedkv.constrain.json_schema import NumberLength
 from support.constraint_support import BYTEWISE, follow
 
 pytestmark = pytest.mark.core

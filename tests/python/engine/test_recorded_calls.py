@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from mixedkv.constrain.constraint import ConstraintCompiler, Matcher
 from mixedkv.engine.chat.chat_template import ChatRenderer, RenderedChat, ToolChoice
-from mixedkv.engine.constrain.constraint import ConstraintCompiler, Matcher
 from mixedkv.engine.jobs.job import CallTrigger
 from mixedkv.engine.stepping import follow
 from mixedkv.engine.text.answer_reader import ReadAnswer

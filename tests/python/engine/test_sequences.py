@@ -11,7 +11,7 @@ import pytest
 from mixedkv._core import HotWindow
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.kv.checkpoint import Checkpoint
-from mixedkv.kv.rows import APPROXIMATE, COMPUTED, Truth
+from mixedkv.kv.rows import APPROXIMATE, COMPUTED, Validities
 from mixedkv.prompts.overflow import Gap, LongPrompt
 from mixedkv.start.checkpoints import CheckpointLimits
 from mixedkv.start.sequences import NO_MATCH, Sequence, SequenceMatch, SequencePool
@@ -46,7 +46,7 @@ class FakeMemory:
         state = np.zeros(1000, np.uint8)
         return Checkpoint(n=n, first=self.rule.saved_from(n), state=state)
 
-    def truth(self, seq: int, tokens: Any, p0: int = 0) -> Truth:
+    def validity(self, seq: int, tokens: Any, p0: int = 0) -> Validities:
         short = self.short.get(seq, p0 + len(tokens))
         return np.array([COMPUTED if p0 + i < short else APPROXIMATE for i in range(len(tokens))], np.uint8)
 

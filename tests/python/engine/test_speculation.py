@@ -13,8 +13,8 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled.corpus import make_recall
+from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.engine import Answer, Engine
-from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.draft.speculation import StepTime
 from mixedkv.engine.jobs.drafter import Drafter
 from mixedkv.engine.jobs.job import Done, Job

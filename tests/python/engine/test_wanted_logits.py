@@ -15,9 +15,9 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
+from mixedkv.constrain.constraint import Mask
+from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.engine import stepping
-from mixedkv.engine.constrain.constraint import Mask
-from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.draft.speculation import StepTime
 from mixedkv.engine.jobs.drafter import Drafter
 from mixedkv.engine.jobs.job import Job

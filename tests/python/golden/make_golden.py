@@ -107,7 +107,7 @@ BLOCKS = {
     "v3-mixed_q4_0": replace(block("q4_0", [0, 4, 5]), past=2**64 - 3),
     "v4-mixed_q4_0": replace(
         block("q4_0", [0, 4, 5]),
-        truth=TRUTH,
+        validity=TRUTH,
         past=2**64 - 3,
         setting="model=0 types=q4_0 window=2/1/1",
         checkpoints=(point(),),

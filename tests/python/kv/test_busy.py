@@ -93,7 +93,7 @@ def test_two_threads_that_evaluate_take_turns() -> None:
 
 
 def test_the_message_says_what_to_do() -> None:
-    with open_llama() as llm, llm.busy.waiting():
+    with open_llama() as llm, llm.busy.acquire():
         errors: list[Exception] = []
 
         def export() -> None:

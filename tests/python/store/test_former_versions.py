@@ -37,7 +37,7 @@ def test_they_are_found_and_not_exact(store: KVStore) -> None:
 def test_their_rows_are_doubted(store: KVStore) -> None:
     (block,) = store.read(store.find(identity(), TOKENS))  # type: ignore[arg-type,misc]
     assert np.array_equal(block.tokens, TOKENS)
-    assert (block.truth == DOUBTED).all()
+    assert (block.validity == DOUBTED).all()
     assert block.n_exact == 0
 
 
@@ -47,7 +47,7 @@ def test_what_is_stored_anew_takes_their_place(store: KVStore) -> None:
     match = stored_match(store, identity(), TOKENS, exact_only=True)
     assert match.exact
     (block,) = store.read(match)  # type: ignore[misc]
-    assert (block.truth == COMPUTED).all()
+    assert (block.validity == COMPUTED).all()
     assert len(store.entries()) == 1
 
 
@@ -60,4 +60,4 @@ def test_what_builds_on_them_is_not_exact(store: KVStore) -> None:
 
 def test_rows_that_say_nothing_are_not_stored(store: KVStore) -> None:
     with pytest.raises(ValueError, match="its row at position 0 is doubted, and only those of an evaluation"):
-        store.put(identity(), make_block(TOKENS, truth=DOUBTED))
+        store.put(identity(), make_block(TOKENS, validity=DOUBTED))

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from mixedkv.engine.constrain.constraint import Matcher
+from mixedkv.constrain.constraint import Matcher
 
 # single bytes, and two tokens that end an answer
 BYTEWISE = ([*(bytes([byte]) for byte in range(256)), b"\xff<end>", b"\xff<turn>"], [256, 257])

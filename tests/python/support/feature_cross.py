@@ -15,9 +15,9 @@ import llama_cpp
 import numpy as np
 
 from mixedkv import Llama
+from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.engine import ChunkConnector, Engine, StoreConnector
 from mixedkv.engine.batch.vector_job import VectorJob
-from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
 from mixedkv.engine.jobs.drafter import Drafter
 from mixedkv.engine.jobs.job import Job

@@ -7,8 +7,8 @@ import random
 import time
 from typing import Any
 
-from mixedkv.engine.constrain.constraint import ConstraintCompiler
-from mixedkv.engine.constrain.constraint_text import Constraint
+from mixedkv.constrain.constraint import ConstraintCompiler
+from mixedkv.constrain.constraint_text import Constraint
 
 END = 256
 BYTES = ConstraintCompiler.of_tokens([*(bytes([i]) for i in range(256)), b"\xff<end>"], [END])

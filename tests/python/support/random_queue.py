@@ -14,7 +14,7 @@ from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request
 from mixedkv.images.prompt_image import ImageVectors
 from mixedkv.kv.checkpoint import Checkpoint
-from mixedkv.kv.rows import APPROXIMATE, COMPUTED, Truth, all_of
+from mixedkv.kv.rows import APPROXIMATE, COMPUTED, Validities, all_of
 from mixedkv.prompts.overflow import NOWHERE, LongPrompt, head_of
 from mixedkv.work.turns import TenantLimits
 from support.scheduler_support import Cells, Desk
@@ -33,7 +33,7 @@ class UnsteadyCells(Cells):
     def holds(self, seq: int, n: int) -> bool:
         return super().holds(seq, n) and self._chance.random() > 0.05
 
-    def truth(self, seq: int, tokens: Any, p0: int = 0) -> Truth:
+    def validity(self, seq: int, tokens: Any, p0: int = 0) -> Validities:
         return all_of(len(tokens), APPROXIMATE if self._chance.random() < 0.01 else COMPUTED)
 
     def resume(self, point: Checkpoint, n: int, source: int, target: int) -> None:

@@ -12,7 +12,7 @@ from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.kv.checkpoint import Checkpoint
-from mixedkv.kv.rows import COMPUTED, Truth, all_of
+from mixedkv.kv.rows import COMPUTED, Validities, all_of
 from mixedkv.prompts.overflow import NOWHERE, cut, head_of
 from mixedkv.start.sequences import SequencePool
 from mixedkv.work.turns import Limits, unlimited
@@ -88,7 +88,7 @@ class Cells:
     def holds(self, seq: int, n: int) -> bool:
         return self.rule.cut_is_exact(self.length(seq), n)
 
-    def truth(self, seq: int, tokens: Any, p0: int = 0) -> Truth:
+    def validity(self, seq: int, tokens: Any, p0: int = 0) -> Validities:
         return all_of(len(tokens), COMPUTED)
 
     def rest(self, seq: int) -> None:

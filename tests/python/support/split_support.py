@@ -17,8 +17,8 @@ from mixedkv import Llama
 from mixedkv.doors.keys import Keys
 from mixedkv.doors.metrics import Metrics
 from mixedkv.engine.engine import Engine
-from mixedkv.engine.text.detokenizer import Detokenizer
 from mixedkv.model.gguf_file import read_model_file
+from mixedkv.native.detokenizer import Detokenizer
 from mixedkv.native.llama_cpp import vocab
 from mixedkv.split.client import SplitClient
 from mixedkv.split.export import Exported, export

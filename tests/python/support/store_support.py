@@ -36,18 +36,18 @@ def make_block(
     hot: list[int] | None = None,
     window: list[int] | None = None,
     seed: int = 0,
-    truth: int = COMPUTED,
+    validity: int = COMPUTED,
 ) -> KVBlock:
     """A block of random rows. `hot` are positions with an F16 copy, `window` those that a second group of
-    layers has, as a sliding window would. `truth` is what all rows are said to be.
+    layers has, as a sliding window would. `validity` is what all rows are said to be.
     """
     rng = np.random.default_rng([seed, p0, len(tokens)])
     p1 = p0 + len(tokens)
     groups = [_group(rng, list(range(p0, p1)), hot or [], kind, range(n_layers))]
     if window is not None:
         groups.append(_group(rng, window, hot or [], kind, range(n_layers, n_layers + 1)))
-    ids, known = np.array(tokens, np.int32), all_of(len(tokens), truth)
-    return KVBlock(p0=p0, p1=p1, tokens=ids, groups=tuple(groups), truth=known)
+    ids, known = np.array(tokens, np.int32), all_of(len(tokens), validity)
+    return KVBlock(p0=p0, p1=p1, tokens=ids, groups=tuple(groups), validity=known)
 
 
 def _group(

@@ -15,9 +15,9 @@ from functools import cached_property, lru_cache
 from typing import Any, Protocol, TypeVar
 
 from mixedkv import _chat
-from mixedkv.engine.constrain.constraint import SPACE
-from mixedkv.engine.constrain.constraint_text import Constraint
-from mixedkv.engine.constrain.tool_grammar import tool_grammar
+from mixedkv.constrain.constraint import SPACE
+from mixedkv.constrain.constraint_text import Constraint
+from mixedkv.constrain.tool_grammar import tool_grammar
 from mixedkv.engine.text.answer_reader import AnswerReader, ReadAnswer
 from mixedkv.engine.text.thought import ThoughtTags
 from mixedkv.native.templates import lexed

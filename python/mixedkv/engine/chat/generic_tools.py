@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mixedkv.constrain.constraint import SPACE
+from mixedkv.constrain.constraint_text import Constraint
+from mixedkv.constrain.json_schema import closed_schema
 from mixedkv.engine.chat.chat_template import (
     NO_ARGUMENTS,
     Chat,
@@ -20,9 +23,6 @@ from mixedkv.engine.chat.chat_template import (
     ToolChoice,
     check_sizes,
 )
-from mixedkv.engine.constrain.constraint import SPACE
-from mixedkv.engine.constrain.constraint_text import Constraint
-from mixedkv.engine.constrain.json_schema import closed_schema
 
 _CALLS, _TEXT = '{"tool_calls": [', '{"response": '
 _MOST_CALLS = 8  # of one answer that may have several: a small model repeats its call

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from mixedkv.engine.text.detokenizer import Detokenizer
+from mixedkv.native.detokenizer import Detokenizer
 
 _MOST_SEARCHED = 16  # times the text, as each message that the template changes is looked for in all of it
 

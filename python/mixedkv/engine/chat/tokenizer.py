@@ -17,12 +17,12 @@ import llama_cpp
 import numpy as np
 from llama_cpp import llama_chat_format
 
+from mixedkv.constrain.constraint import ConstraintCompiler, Matcher
+from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.engine.chat import generic_tools
 from mixedkv.engine.chat.bare_calls import BareCalls
 from mixedkv.engine.chat.chat_template import Chat, ChatRenderer, RenderedChat
 from mixedkv.engine.chat.text_tokenizer import TextTokenizer
-from mixedkv.engine.constrain.constraint import ConstraintCompiler, Matcher
-from mixedkv.engine.constrain.constraint_text import Constraint
 from mixedkv.engine.sample.sampler import Sampler
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.text.thought import Thought, ThoughtTags

@@ -9,13 +9,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import ClassVar
 
-from mixedkv.engine.constrain.constraint import Matcher
+from mixedkv.constrain.constraint import Matcher
 from mixedkv.engine.jobs.drafter import Drafter
 from mixedkv.engine.sample.sampler import PromptLogprobs, Sampler, TokenLogprob
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request
-from mixedkv.engine.text.detokenizer import TextStream
 from mixedkv.engine.text.thought import Thought
+from mixedkv.native.detokenizer import TextStream
 from mixedkv.start.sequences import Sequence
 
 

@@ -11,7 +11,7 @@ import llama_cpp
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.engine.constrain.constraint import Mask, Matcher
+from mixedkv.constrain.constraint import Mask, Matcher
 from mixedkv.engine.sample.draw import Draw
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.tokens import Tokens

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from numbers import Real
 
-from mixedkv.engine.constrain.constraint_text import Constraint
+from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.limits import RANGES, SAMPLERS, check_sampling
 
 

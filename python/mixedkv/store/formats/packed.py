@@ -215,7 +215,7 @@ def block_from_packed(
         )
     none = np.empty(0, np.int32)
     group = RowGroup(positions=np.arange(n, dtype=np.int32), hot=none, slots=none, layers=tuple(rows))
-    return KVBlock(p0=0, p1=n, tokens=ids, groups=(group,), truth=all_of(n, FOREIGN))
+    return KVBlock(p0=0, p1=n, tokens=ids, groups=(group,), validity=all_of(n, FOREIGN))
 
 
 def packed_from_block(block: KVBlock) -> Layers:

@@ -22,16 +22,15 @@ from weakref import WeakKeyDictionary
 import llguidance
 import numpy as np
 import numpy.typing as npt
-from llama_cpp import LogitsProcessorList
+from llama_cpp import Llama, LogitsProcessorList
 
-from mixedkv.engine.constrain import trial
-from mixedkv.engine.constrain.constraint_text import Constraint, Kind
-from mixedkv.engine.constrain.gbnf import gbnf_to_lark
-from mixedkv.engine.constrain.json_schema import MAX_SCHEMA, NumberLength, begin_with_digit, closed_schema
-from mixedkv.engine.text.detokenizer import Detokenizer
+from mixedkv.constrain import trial
+from mixedkv.constrain.constraint_text import Constraint, Kind
+from mixedkv.constrain.gbnf import gbnf_to_lark
+from mixedkv.constrain.json_schema import MAX_SCHEMA, NumberLength, begin_with_digit, closed_schema
 from mixedkv.errors import DeadEndError
-from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.native.detokenizer import Detokenizer
 
 log = logging.getLogger("mixedkv.engine")
 

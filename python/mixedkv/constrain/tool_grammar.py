@@ -12,8 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from mixedkv.engine.constrain.gbnf import convert
-from mixedkv.engine.constrain.json_schema import MOST_DIGITS, MOST_EXPONENT, closed_schema
+from mixedkv.constrain.gbnf import convert
+from mixedkv.constrain.json_schema import MOST_DIGITS, MOST_EXPONENT, closed_schema
 
 _RULE = re.compile(r"^([\w-]+) ::= (.*)$", re.MULTILINE)
 _PARTS = re.compile(r'"(?:\\.|[^"\\])*"?|\[(?:\\.|[^\]\\])*\]?|[A-Za-z][\w-]*')
