@@ -14,7 +14,7 @@ import pytest
 
 import mixedkv  # noqa: F401  (before llama_cpp)
 from mixedkv import Llama
-from mixedkv.chat import MessageCache
+from mixedkv.engine import PromptCache
 from mixedkv.model.packaged_model import GEMMA3, SMOLLM2
 from mixedkv.store import KVStore
 from support import zoo
@@ -245,6 +245,6 @@ def store() -> Iterator[KVStore]:
 
 
 @pytest.fixture
-def cache(llm: Llama, store: KVStore) -> Iterator[MessageCache]:
-    with MessageCache(llm, store) as cache:
+def cache(llm: Llama, store: KVStore) -> Iterator[PromptCache]:
+    with PromptCache(llm, store) as cache:
         yield cache

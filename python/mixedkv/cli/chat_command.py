@@ -5,17 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
 
 from mixedkv.bundled import limits_of_the_model
-from mixedkv.chat import ChatResult, ChatUsage, MessageCache
 from mixedkv.cli.chat_commands import ChatCommands, ChatHistory
 from mixedkv.cli.chat_terminal import StopSignal, markdown_shown, questions, show_markdown
 from mixedkv.cli.model import (
@@ -38,7 +37,9 @@ from mixedkv.cli.words import (
     take_words,
 )
 from mixedkv.config import parse_kv
+from mixedkv.engine import Generation, PromptCache, Tokenizer
 from mixedkv.errors import StoppedError
+from mixedkv.images.prompt_image import PromptImage
 from mixedkv.llama import Llama
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.named_model import HELP as MODEL_HELP
@@ -49,9 +50,7 @@ from mixedkv.store.eviction import EVICTIONS
 from mixedkv.terminal import printable, with_prompt_bar
 
 if TYPE_CHECKING:
-    from mixedkv.cli.image_chat import ImageChat
-
-    Answering: TypeAlias = MessageCache | ImageChat
+    from mixedkv.cli.chat_images import ChatImages
 
 _KV = "kv"
 _SHOWN = 6  # messages to show of a continued chat
@@ -111,18 +110,23 @@ def chat(args: argparse.Namespace) -> None:
     with quiet(not args.verbose), ExitStack() as stack:
         llm = stack.enter_context(open_model(path, args, encoder))
         store = stack.enter_context(_store(history, args, key))
-        cache: Answering
-        if encoder is None:
-            cache = stack.enter_context(MessageCache(llm, store))
-        else:
-            from mixedkv.cli.image_chat import ImageChat
+        images: ChatImages | None = None
+        if encoder is not None:
+            from mixedkv.cli.chat_images import ChatImages
 
-            cache = stack.enter_context(ImageChat(llm, encoder, args.chat_format, store))
-        _talk(llm, cache, history, args, options)
+            images = ChatImages(llm, encoder)
+        tokenizer = Tokenizer(llm, args.chat_format)
+        cache = stack.enter_context(PromptCache(llm, store, overflow="slide", tokenizer=tokenizer))
+        _talk(llm, cache, images, history, args, options)
 
 
 def _talk(
-    llm: Llama, cache: Answering, history: ChatHistory, args: argparse.Namespace, options: dict[str, Any]
+    llm: Llama,
+    cache: PromptCache,
+    images: ChatImages | None,
+    history: ChatHistory,
+    args: argparse.Namespace,
+    options: dict[str, Any],
 ) -> None:
     if history.messages:
         _show(history.messages, args.plain)
@@ -133,7 +137,7 @@ def _talk(
         what = str(llm.fitted or f"{llm.n_ctx():,} tokens, {args.kv or 'mixed'}")
         _tell(f"{name}, {what}; /? lists commands, Ctrl-D ends")
     took = ""
-    commands = ChatCommands(llm, history, lambda: took, getattr(cache, "read", None))
+    commands = ChatCommands(llm, history, lambda: took, images.read if images is not None else None)
     for text in _questions(history):
         if commands.ends(text):
             return
@@ -142,10 +146,11 @@ def _talk(
             continue
         question: dict[str, Any] = {"role": "user", "content": text, **commands.take_images()}
         begin = time.perf_counter()
-        result, stopped = _answer(llm, cache, [*history.messages, question], args.plain, options)
-        if result is not None and (result.content or not stopped):
+        messages = [*history.messages, question]
+        result, stopped = _answer(llm, cache, images, messages, args.plain, options)
+        if result is not None and (result.text or not stopped):
             history.add(question, result.message)
-            took = _took(result.usage, time.perf_counter() - begin)
+            took = _took(result, time.perf_counter() - begin)
             _tell(("stopped; " if stopped else "") + took)
         else:
             _tell("stopped before the answer began: the question is not kept")
@@ -173,17 +178,30 @@ def _beginning(text: str) -> str:
 
 
 def _answer(
-    llm: Llama, cache: Answering, messages: list[dict[str, Any]], plain: bool, options: dict[str, Any]
-) -> tuple[ChatResult | None, bool]:
+    llm: Llama,
+    cache: PromptCache,
+    images: ChatImages | None,
+    messages: Sequence[Mapping[str, Any]],
+    plain: bool,
+    options: dict[str, Any],
+) -> tuple[Generation | None, bool]:
     """Print an answer, and return it and whether Ctrl-C stopped it."""
-    with StopSignal(llm if isinstance(cache, MessageCache) else cache) as stop:
+    shown: Sequence[PromptImage] = ()
+    if images is not None:
+        messages, shown = images.of(messages)
+    thinks = False
+    with StopSignal(llm) as stop:
         with (
-            cache.stream(messages, **options) as answer,
+            cache.stream(messages, images=shown, **options) as answer,
             markdown_shown(sys.stdout, plain) as show,
             suppress(StoppedError),
         ):
-            for chunk in with_prompt_bar(llm, answer):
-                show(chunk["choices"][0]["delta"].get("content") or "")
+            for chunk in with_prompt_bar(llm, answer, lambda: answer.evaluated):
+                delta = chunk["choices"][0]["delta"]
+                if thinks and delta.get("content"):
+                    show("\n\n")
+                thinks = bool(delta.get("reasoning_content"))
+                show(delta.get("content") or delta.get("reasoning_content") or "")
                 if stop.came:
                     break
         return answer.result, stop.came
@@ -195,18 +213,18 @@ def _questions(history: ChatHistory) -> Iterator[str]:
     return takewhile(bool, (line.strip() for line in sys.stdin))
 
 
-def _took(usage: ChatUsage, seconds: float) -> str:
+def _took(result: Generation, seconds: float) -> str:
     where = {"ram": " (from memory)", "disk": " (from disk)", "remote": " (from the remote)"}.get(
-        usage.source, ""
+        result.tier, ""
     )
+    first = result.ttft_ms / 1000
     text = (
-        f"{usage.prompt_tokens} tokens: {usage.cached_tokens} from cache{where}, "
-        f"{usage.evaluated_tokens} evaluated; first token after {usage.seconds_to_first_token:.2f} s"
+        f"{result.prompt_tokens} tokens: {result.cached} from cache{where}, "
+        f"{result.evaluated} evaluated; first token after {first:.2f} s"
     )
-    if usage.completion_tokens > 1 and seconds > usage.seconds_to_first_token:
-        speed = (usage.completion_tokens - 1) / (seconds - usage.seconds_to_first_token)
-        text += f", then {speed:.0f} tok/s"
-    return f"{text}; {usage.dropped_tokens} dropped" if usage.dropped_tokens else text
+    if result.completion_tokens > 1 and seconds > first:
+        text += f", then {(result.completion_tokens - 1) / (seconds - first):.0f} tok/s"
+    return f"{text}; {result.dropped} dropped" if result.dropped else text
 
 
 def _tell(text: str) -> None:

@@ -216,7 +216,6 @@ class ChatCommands:
         messages = self._history.messages
         kept = [each for each in messages[:1] if each["role"] == "system"]
         self._history.replace(kept)
-        self._forget()
         return f"{len(messages) - len(kept)} messages are forgotten"
 
     def _undo(self, _text: str) -> str:
@@ -226,12 +225,7 @@ class ChatCommands:
             return "there is no question to take back"
         question = messages[asked[-1]]["content"]
         self._history.replace(messages[: asked[-1]])
-        self._forget()  # the stored chat continues exactly; a live one that is cut would not
         return f"taken back: {_shortened(question)}"
-
-    def _forget(self) -> None:
-        if self._read is None:  # an engine's sequences begin anew by themselves
-            self._llm.reset()
 
 
 def _shortened(text: str, most: int = 60) -> str:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import FrameType, TracebackType
-from typing import ClassVar, Protocol, TextIO
+from typing import ClassVar, TextIO
 
 from markdown_it import MarkdownIt
 from prompt_toolkit import PromptSession
@@ -23,15 +23,10 @@ from rich.live import Live
 from rich.markdown import Heading, Markdown
 from rich.segment import Segment
 
+from mixedkv.llama import Llama
 from mixedkv.terminal import printable, shown_on
 
 _MARK_PASTES, _LEAVE_PASTES = "\x1b[?2004h", "\x1b[?2004l"  # bracketed paste, on and off
-
-
-class Stoppable(Protocol):
-    """A `Llama`, or what else evaluates until it is interrupted."""
-
-    def interrupt(self, wanted: bool = True) -> None: ...
 
 
 def questions(former: Sequence[str]) -> Iterator[str]:
@@ -109,7 +104,7 @@ def _local_modes(on: int = 0, off: int = 0) -> Iterator[None]:
 class StopSignal:
     """While inside, Ctrl-C stops the running evaluation, and a second one ends the program."""
 
-    def __init__(self, llm: Stoppable) -> None:
+    def __init__(self, llm: Llama) -> None:
         self._llm = llm
         self._stack = ExitStack()
         self.came = False

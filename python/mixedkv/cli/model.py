@@ -128,7 +128,7 @@ def open_model(path: Path, args: argparse.Namespace, encoder: Path | None = None
     """Load a model as the options say.
 
     Args:
-        encoder: of the images of an `ImageChat`, which needs sequences of its own.
+        encoder: of the images of a chat, for which memory is left.
     """
     streams = args.stream_layers is not None or args.memory is not None
     names = {"n_ubatch": "n_ubatch", "n_gpu_layers": "n_gpu_layers", "lora": "lora_path"}
@@ -144,7 +144,7 @@ def open_model(path: Path, args: argparse.Namespace, encoder: Path | None = None
         given["chat_format"] = format_name(args.chat_format)
     if encoder is not None:
         taken = encoder_bytes(encoder)
-        given |= {"n_seq_max": 2, "kv_unified": True, "beside": Beside(n_bytes=lambda _: taken)}
+        given["beside"] = Beside(n_bytes=lambda _: taken)
     with LoadingBar() as bar:
         return Llama(
             path,

@@ -106,17 +106,22 @@ def _see(args: argparse.Namespace, path: Path, encoder: Path | None, text: str) 
     """Answer a question about images."""
     if encoder is None:
         raise ValueError("--image: the model needs an image encoder: give it with --mmproj FILE")
-    from mixedkv.cli.image_chat import ImageChat
+    from mixedkv.cli.chat_images import ChatImages
+    from mixedkv.engine import PromptCache, Tokenizer
 
     options = {"max_tokens": args.n_predict, **sampling_options(args, path)}
     question = {"role": "user", "content": text, "images": args.image}
     with quiet(not args.verbose), open_model(path, args, encoder) as llm:
-        with ImageChat(llm, encoder, args.chat_format) as chat, chat.stream([question], **options) as answer:
-            for chunk in answer:
-                print(shown_on(sys.stdout, chunk["choices"][0]["delta"]["content"]), end="", flush=True)
+        messages, images = ChatImages(llm, encoder).of([question])
+        with PromptCache(llm, overflow="slide", tokenizer=Tokenizer(llm, args.chat_format)) as cache:
+            answer = cache.stream(messages, images=images, **options)
+            for chunk in with_prompt_bar(llm, answer, lambda: answer.evaluated):
+                text = chunk["choices"][0]["delta"].get("content") or ""
+                print(shown_on(sys.stdout, text), end="", flush=True)
         print(flush=True)
         stats = llm.kv.stats()
-    print(f"{answer.result.usage.prompt_tokens} tokens; {_cache(stats)}", file=sys.stderr)  # type: ignore
+    assert answer.result is not None
+    print(f"{answer.result.prompt_tokens} tokens; {_cache(stats)}", file=sys.stderr)
 
 
 def _introduce(demo: Recall) -> str:

@@ -576,6 +576,9 @@ class Engine:
         if turn is None:
             self._stepper.advance(jobs)
             return
+        for job in self._scheduler.running:
+            if job.request.slides and len(job.tokens) == self.n_ctx - 1 and self._connector is not None:
+                self._connector.offload(job)  # before its first tokens are dropped
         turn.stepping = True
         try:
             self._stepper.advance(jobs)

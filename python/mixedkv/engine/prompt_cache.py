@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, fields
 from types import TracebackType
-from typing import Any, cast, overload
+from typing import Any, cast, get_args, overload
 
 from mixedkv.chunks.passages import ChunkOptions
 from mixedkv.engine.answer import Answer
@@ -146,6 +146,8 @@ class PromptCache:
     ) -> None:
         self._tenant = check_tenant(tenant)
         self._session = None if session is None else check_session_id(session)
+        if overflow not in get_args(Overflow):
+            raise ValueError(f"overflow={overflow!r}: use one of {', '.join(get_args(Overflow))}")
         self._overflow: Overflow = overflow
         of_chunks = {name: options.pop(name) for name in _OF_CHUNKS & options.keys()}
         connector: StoreConnector | None = None
@@ -261,7 +263,7 @@ class PromptCache:
         Args:
             messages: from the first to the newest.
             message_id: the answer's; None makes one.
-            images: of the messages, in order; each stands in its message as `images.MARK`.
+            images: of the messages, in order; each stands in its message as `prompts.part.MARK`.
             **options: of `create_chat_completion`, with its defaults: max_tokens, temperature, stop, tools,
                 tool_choice, response_format, grammar, logit_bias, logprobs, ...; None for max_tokens is what
                 the context has room for. More are fields of `Sampling`.

@@ -16,7 +16,6 @@ from llama_cpp.llama_tokenizer import LlamaTokenizer
 from mixedkv import _core
 from mixedkv.errors import CLOSED, ClosedError
 from mixedkv.limits import RANGES, check_sampling, whole
-from mixedkv.native.llama_arguments import completion_options
 from mixedkv.tokens import check_tokens
 
 # llama_cpp's own is a Python function: the handler of a signal may run in it, and what that raises is lost
@@ -207,11 +206,6 @@ def free_sampler(llm: llama_cpp.Llama) -> None:
         before.close()
 
 
-def begin_sampling(llm: llama_cpp.Llama, **sampling: Any) -> None:
-    """Have `Llama.sample` choose tokens with these settings from now on."""
-    llm._sampler = llm._init_sampler(**sampling)
-
-
 class Processors:
     """Calls an answer's logits processors, as a callback of llama.cpp: Python would print what they raise,
     and the answer would go on without them. `check` raises it.
@@ -313,32 +307,3 @@ def piece(vocab: Any, token: int, special: bool) -> bytes:
         if n >= 0:
             return buffer.raw[:n]
         size = -n
-
-
-class Completions:
-    """Gives llama-cpp-python's chat formatters, tools, grammars, stop strings and chunks to an object that
-    stands in for a `Llama` and has its own `generate`.
-    """
-
-    cache = None  # of llama_cpp.Llama.set_cache
-    create_chat_completion: Any = llama_cpp.Llama.create_chat_completion
-    _create_completion: Any = llama_cpp.Llama._create_completion
-    _completion: Any = llama_cpp.Llama.create_completion
-
-    def __init__(self, llm: llama_cpp.Llama) -> None:
-        self._llm = llm
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._llm, name)
-
-    def create_completion(self, prompt: Any, **options: Any) -> Any:
-        return self._completion(**completion_options({"prompt": prompt, **options}, self._llm.n_vocab()))
-
-    @property
-    def _n_ctx(self) -> int:
-        return self.n_tokens_max
-
-    @property
-    def n_tokens_max(self) -> int:
-        """Tokens that a prompt and its answer may have together."""
-        return int(self._llm.n_ctx())

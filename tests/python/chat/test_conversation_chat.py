@@ -11,7 +11,7 @@ import llama_cpp
 import pytest
 
 from mixedkv import Llama
-from mixedkv.chat import MessageCache
+from mixedkv.engine import PromptCache
 from mixedkv.store import KVStore
 from support import TESTS
 from support.conversation_support import (
@@ -34,34 +34,34 @@ pytestmark = pytest.mark.core
 # --- what is evaluated ---
 
 
-def test_ten_turns_evaluate_the_new_message_only(llm: Llama, cache: MessageCache) -> None:
+def test_ten_turns_evaluate_the_new_message_only(llm: Llama, cache: PromptCache) -> None:
     messages = [journal()]
     for i in range(10):
         result = cache.chat(messages, **GREEDY)
-        usage = result.usage
+        usage = result
         assert usage.prompt_tokens == 1 + n_tokens(llm, rendered(messages))  # with BOS
-        assert usage.cached_tokens + usage.evaluated_tokens == usage.prompt_tokens
+        assert usage.cached + usage.evaluated == usage.prompt_tokens
         if i:  # "<|end|>" of the answer before, the new message, "<|assistant|>"
             new = "<|end|>" + rendered(messages[-1:])
-            assert usage.evaluated_tokens == n_tokens(llm, new)
-            assert usage.evaluated_tokens < 0.2 * usage.prompt_tokens
-            assert (usage.source, usage.exact) == ("live", True)
+            assert usage.evaluated == n_tokens(llm, new)
+            assert usage.evaluated < 0.2 * usage.prompt_tokens
+            assert (usage.tier, usage.exact) == ("context", True)
             assert usage.matched_message_id == messages[-2]["message_id"]
-        assert usage.stored_tokens == llm.n_tokens - usage.cached_tokens
+        assert usage.stored == llm.n_tokens - usage.cached
         messages += [result.message, user(QUESTIONS[i % len(QUESTIONS)])]
 
 
 @pytest.mark.parametrize("kv", ["f16", "q8_0", "q4_0", "mixed"])
 def test_restored_turns_answer_as_those_that_never_left(kv: str) -> None:
     with open_llama(kv) as llm, KVStore(None) as one, KVStore(None) as two:
-        _, live = converse(MessageCache(llm, one), 6)
+        _, live = converse(PromptCache(llm, one), 6)
         empty(llm)
-        _, restored = converse(MessageCache(llm, two), 6, before_turn=lambda: empty(llm))
-    assert [result.usage.source for result in restored] == ["none"] + ["ram"] * 5
-    assert [result.content for result in restored] == [result.content for result in live]
+        _, restored = converse(PromptCache(llm, two), 6, before_turn=lambda: empty(llm))
+    assert [result.tier for result in restored] == [""] + ["ram"] * 5
+    assert [result.text for result in restored] == [result.text for result in live]
     for left, stayed in zip(restored, live, strict=True):
-        assert left.usage.evaluated_tokens == stayed.usage.evaluated_tokens
-        assert left.usage.exact
+        assert left.evaluated == stayed.evaluated
+        assert left.exact
 
 
 def test_answers_are_those_of_the_plain_llama(llm: Llama) -> None:
@@ -82,23 +82,23 @@ def test_answers_are_those_of_the_plain_llama(llm: Llama) -> None:
             plain = llm.create_chat_completion(messages, **options)  # type: ignore[arg-type]
             empty(llm)
             with KVStore(None) as store:
-                result = MessageCache(llm, store).chat(messages, **options)
-            assert result.content == plain["choices"][0]["message"]["content"]
+                result = PromptCache(llm, store).chat(messages, **options)
+            assert result.text == plain["choices"][0]["message"]["content"]
             assert result.finish_reason == plain["choices"][0]["finish_reason"]
-            assert result.usage.completion_tokens == plain["usage"]["completion_tokens"]
-            assert result.usage.prompt_tokens == plain["usage"]["prompt_tokens"]
+            assert result.completion_tokens == plain["usage"]["completion_tokens"]
+            assert result.prompt_tokens == plain["usage"]["prompt_tokens"]
 
 
-def test_what_is_live_beyond_the_answer_does_not_matter(llm: Llama, cache: MessageCache) -> None:
+def test_what_is_live_beyond_the_answer_does_not_matter(llm: Llama, cache: PromptCache) -> None:
     """A stop string leaves tokens in the cache that are in no message."""
     first = cache.chat([journal()], **{**GREEDY, "stop": [" noted that"]})
-    assert first.content == "I have"
-    assert llm.n_tokens > first.usage.prompt_tokens + n_tokens(llm, "I have")
+    assert first.text == "I have"
+    assert llm.n_tokens > first.prompt_tokens + n_tokens(llm, "I have")
     messages = [journal(), first.message, user(RECALL.fact.question)]
     second = cache.chat(messages, **GREEDY)
-    assert second.usage.cached_tokens == first.usage.prompt_tokens + n_tokens(llm, "I have")
+    assert second.cached == first.prompt_tokens + n_tokens(llm, "I have")
     plain = cold(llm, messages)
-    assert second.content == plain
+    assert second.text == plain
 
 
 @pytest.mark.parametrize("kv", ["mixed", "q8_0"])
@@ -107,7 +107,7 @@ def test_answering_once_more_is_exact(kv: str) -> None:
     with open_llama(kv) as llm:
         for n in range(1, 40):
             with KVStore(None) as store:
-                cache = MessageCache(llm, store, exact_only=True)
+                cache = PromptCache(llm, store)
                 messages = [
                     journal(),
                     {"role": "assistant", "content": "ab " * n},
@@ -115,64 +115,64 @@ def test_answering_once_more_is_exact(kv: str) -> None:
                 ]
                 first = cache.chat(messages, **{**GREEDY, "max_tokens": 40})
                 again = cache.chat(messages, **{**GREEDY, "max_tokens": 40})
-            assert (again.usage.evaluated_tokens, again.usage.exact) == (1, True)
-            assert again.content == first.content
+            assert (again.evaluated, again.exact) == (1, True)
+            assert again.text == first.text
 
 
 # --- a history that changes ---
 
 
-def test_an_edited_message_costs_from_there(llm: Llama, cache: MessageCache) -> None:
+def test_an_edited_message_costs_from_there(llm: Llama, cache: PromptCache) -> None:
     messages, _ = converse(cache, 4)
     same = rendered(messages[:2]).removesuffix("<|assistant|>") + "<|user|>"
     edited = [*messages[:2], {**messages[2], "content": "Zita?"}, *messages[3:]]
     for prepare in (lambda: None, lambda: empty(llm)):
         prepare()
         result = cache.chat(edited, **GREEDY)
-        assert result.usage.cached_tokens >= n_tokens(llm, same)
-        assert result.usage.evaluated_tokens <= n_tokens(llm, rendered(edited[2:])) + 1
-    assert result.content == cold(llm, edited)
+        assert result.cached >= n_tokens(llm, same)
+        assert result.evaluated <= n_tokens(llm, rendered(edited[2:])) + 1
+    assert result.text == cold(llm, edited)
 
 
-def test_a_deleted_message_costs_from_there(llm: Llama, cache: MessageCache) -> None:
+def test_a_deleted_message_costs_from_there(llm: Llama, cache: PromptCache) -> None:
     messages, _ = converse(cache, 4)
     deleted = messages[:3] + messages[5:]
     result = cache.chat(deleted, **GREEDY)
-    assert n_tokens(llm, rendered(messages[:3])) - 1 <= result.usage.cached_tokens
-    assert result.usage.cached_tokens < n_tokens(llm, rendered(messages[:5]))
-    assert result.content == cold(llm, deleted)
+    assert n_tokens(llm, rendered(messages[:3])) - 1 <= result.cached
+    assert result.cached < n_tokens(llm, rendered(messages[:5]))
+    assert result.text == cold(llm, deleted)
 
 
-def test_reordered_messages_are_another_conversation(llm: Llama, cache: MessageCache) -> None:
+def test_reordered_messages_are_another_conversation(llm: Llama, cache: PromptCache) -> None:
     messages, _ = converse(cache, 3)
     reordered = [*messages[2:4], *messages[:2], *messages[4:]]
     result = cache.chat(reordered, **GREEDY)
-    assert result.usage.cached_tokens < 20
-    assert result.content == cold(llm, reordered)
+    assert result.cached < 20
+    assert result.text == cold(llm, reordered)
 
 
-def test_a_branch_and_back(llm: Llama, cache: MessageCache) -> None:
+def test_a_branch_and_back(llm: Llama, cache: PromptCache) -> None:
     """Both ends of a conversation stay stored: going back costs one message."""
     messages, _ = converse(cache, 4)
     cache.chat(messages, **GREEDY)
     branch = [*messages[:3], {"role": "assistant", "content": "Ask me later."}, user("Now?")]
     cache.chat(branch, **GREEDY)
     back = cache.chat(messages, **GREEDY)
-    assert back.usage.evaluated_tokens == 1  # everything is there; sampling needs the last logits
-    assert back.usage.source == "ram"
+    assert back.evaluated == 1  # everything is there; sampling needs the last logits
+    assert back.tier == "ram"
 
 
-def test_an_unchanged_prompt_evaluates_one_token(llm: Llama, cache: MessageCache) -> None:
+def test_an_unchanged_prompt_evaluates_one_token(llm: Llama, cache: PromptCache) -> None:
     first = cache.chat([journal()], **GREEDY)
     again = cache.chat([journal()], **GREEDY)
-    assert again.usage.evaluated_tokens == 1
-    assert again.content == first.content
+    assert again.evaluated == 1
+    assert again.text == first.text
 
 
 # --- streaming ---
 
 
-def test_streaming_gives_the_same_in_chunks(llm: Llama, cache: MessageCache) -> None:
+def test_streaming_gives_the_same_in_chunks(llm: Llama, cache: PromptCache) -> None:
     messages = [journal(), {"role": "assistant", "content": "I have noted that."}, user(RECALL.fact.question)]
     whole = cache.chat(messages, **GREEDY)
     empty(llm)
@@ -184,29 +184,34 @@ def test_streaming_gives_the_same_in_chunks(llm: Llama, cache: MessageCache) -> 
     ]
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "message_id": "m-1"}
     assert stream.result is not None
-    assert stream.result.content == whole.content == RECALL.fact.answer
+    assert stream.result.text == whole.text == RECALL.fact.answer
     assert stream.result.finish_reason == "stop"
     assert stream.result.message_id == "m-1"
 
 
-def test_a_stream_closed_early_keeps_what_was_computed(llm: Llama, cache: MessageCache) -> None:
+def test_a_stream_closed_early_keeps_what_was_computed(llm: Llama, cache: PromptCache) -> None:
     stream = cache.stream([journal()], **GREEDY)
     for _ in range(4):
         next(stream)
     assert stream.result is None
     stream.close()
     assert stream.result is not None
-    assert 0 < len(stream.result.content) < len("I have noted that.")
+    assert 0 < len(stream.result.text) < len("I have noted that.")
     empty(llm)
     result = cache.chat([journal(), stream.result.message, user("Go on.")], **GREEDY)
-    assert result.usage.source == "ram"
-    assert result.usage.cached_tokens >= stream.result.usage.prompt_tokens
+    assert result.tier == "ram"
+    assert result.cached >= stream.result.prompt_tokens
 
 
-def test_tool_calls(llm: Llama, cache: MessageCache) -> None:
+def test_tool_calls(llm: Llama, cache: PromptCache) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [4]}}, "required": ["n"]}
     tool = {"type": "function", "function": {"name": "count", "parameters": schema}}
-    options = {**GREEDY, "tools": [tool], "tool_choice": {"type": "function", "function": {"name": "count"}}}
+    options = {
+        **GREEDY,
+        "max_tokens": 100,
+        "tools": [tool],
+        "tool_choice": {"type": "function", "function": {"name": "count"}},
+    }
     whole = cache.chat([journal()], **options)
     stream = cache.stream([journal()], **options)
     list(stream)
@@ -224,16 +229,16 @@ import json, sys
 import mixedkv  # before llama_cpp
 sys.path.insert(0, sys.argv[1])
 from support import conversation_support as t
-from mixedkv.chat import MessageCache
+from mixedkv.engine import PromptCache
 from mixedkv.store import KVStore
 
 folder, n_done, messages = sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
 with t.open_llama(sys.argv[5]) as llm, KVStore(folder) as store:
-    cache = MessageCache(llm, store)
+    cache = PromptCache(llm, store)
     for question in t.QUESTIONS[n_done : n_done + 3]:
         result = cache.chat(messages, **t.GREEDY)
         messages += [result.message, t.user(question)]
-        used = [result.usage.source, result.usage.evaluated_tokens, result.usage.matched_message_id]
+        used = [result.tier, result.evaluated, result.matched_message_id]
         print(json.dumps([result.message, *used]))
 """
 
@@ -241,7 +246,7 @@ with t.open_llama(sys.argv[5]) as llm, KVStore(folder) as store:
 @pytest.mark.parametrize("kv", ["mixed", "f16"])
 def test_a_new_process_goes_on_from_the_store(kv: str, tmp_path: Path) -> None:
     with open_llama(kv) as llm, KVStore(None) as other:
-        _, stayed = converse(MessageCache(llm, other), 6)
+        _, stayed = converse(PromptCache(llm, other), 6)
     messages, answers = [journal()], []
     for n_done in (0, 3):
         arguments = [str(TESTS), str(tmp_path), str(n_done), json.dumps(messages), kv]
@@ -252,7 +257,7 @@ def test_a_new_process_goes_on_from_the_store(kv: str, tmp_path: Path) -> None:
             if n_done and not i:
                 assert source == "disk"
                 assert matched == messages[-2]["message_id"]
-            assert n_evaluated == stayed[n_done + i].usage.evaluated_tokens
+            assert n_evaluated == stayed[n_done + i].evaluated
             messages += [message, user(QUESTIONS[n_done + i])]
             answers.append(message["content"])
-    assert answers == [result.content for result in stayed]
+    assert answers == [result.text for result in stayed]

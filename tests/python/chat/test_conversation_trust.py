@@ -14,10 +14,9 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.chat import MessageCache
+from mixedkv.engine import PromptCache
 from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager, CreateContextCacheRequest
 from mixedkv.sessions.records import CreateCacheResponse
-from mixedkv.start.lone import LoneSequence
 from mixedkv.store import Identity, KVStore
 from support.conversation_support import (
     GREEDY,
@@ -35,7 +34,7 @@ from support.conversation_support import (
 # --- ids ---
 
 
-def test_wrong_ids_change_nothing(llm: Llama, cache: MessageCache) -> None:
+def test_wrong_ids_change_nothing(llm: Llama, cache: PromptCache) -> None:
     messages, _ = converse(cache, 3)
     right = cache.chat(messages, **GREEDY)
     ids = [m["message_id"] for m in messages if "message_id" in m]
@@ -46,12 +45,12 @@ def test_wrong_ids_change_nothing(llm: Llama, cache: MessageCache) -> None:
     for variant in (renamed, unknown, missing):
         empty(llm)
         result = cache.chat(variant, **GREEDY)
-        assert result.content == right.content
-        assert result.usage.cached_tokens == right.usage.prompt_tokens - 1
-    assert result.usage.matched_message_id is None
+        assert result.text == right.text
+        assert result.cached == right.prompt_tokens - 1
+    assert result.matched_message_id is None
 
 
-def test_an_id_that_points_at_other_content_gives_none_of_it(llm: Llama, cache: MessageCache) -> None:
+def test_an_id_that_points_at_other_content_gives_none_of_it(llm: Llama, cache: PromptCache) -> None:
     messages, _ = converse(cache, 2)
     other = make_recall(61_002, 30)
     lying = [
@@ -60,12 +59,12 @@ def test_an_id_that_points_at_other_content_gives_none_of_it(llm: Llama, cache: 
         user(other.fact.question),
     ]
     result = cache.chat(lying, **GREEDY)
-    assert result.usage.cached_tokens < 5  # <bos><|user|> and the like
-    assert result.usage.matched_message_id is None
-    assert result.content == cold(llm, lying)
+    assert result.cached < 5  # <bos><|user|> and the like
+    assert result.matched_message_id is None
+    assert result.text == cold(llm, lying)
 
 
-def test_an_answers_id_can_be_given(cache: MessageCache) -> None:
+def test_an_answers_id_can_be_given(cache: PromptCache) -> None:
     result = cache.chat([journal()], message_id="turn:1", **GREEDY)
     assert result.message_id == result.message["message_id"] == "turn:1"
     ids = {cache.chat([journal()], **GREEDY).message_id for _ in range(3)}
@@ -73,7 +72,7 @@ def test_an_answers_id_can_be_given(cache: MessageCache) -> None:
 
 
 def test_forgetting_a_message_removes_it_and_what_follows(llm: Llama, store: KVStore) -> None:
-    cache = MessageCache(llm, store)
+    cache = PromptCache(llm, store)
     messages, results = converse(cache, 4)
     n_entries = len(store.entries())
     assert cache.forget(results[1].message_id)
@@ -82,32 +81,32 @@ def test_forgetting_a_message_removes_it_and_what_follows(llm: Llama, store: KVS
     assert not cache.forget("never-was")
     empty(llm)
     result = cache.chat(messages, **GREEDY)
-    assert result.usage.cached_tokens < results[2].usage.prompt_tokens
-    assert result.usage.matched_message_id == results[0].message_id
+    assert result.cached < results[2].prompt_tokens
+    assert result.matched_message_id == results[0].message_id
 
 
 def test_forgetting_finds_a_message_that_was_stored_again(llm: Llama, store: KVStore) -> None:
     """The entry that first held it was evicted; the next turn stored its tokens in another."""
-    cache = MessageCache(llm, store)
+    cache = PromptCache(llm, store)
     messages, results = converse(cache, 1)
     for entry in store.entries():
         store.remove(entry.id)
     messages += [cache.chat(messages, **GREEDY).message, user(QUESTIONS[1])]
     converse_on = cache.chat(messages, **GREEDY)
     tokens = llm.input_ids[: llm.n_tokens].copy()
-    assert converse_on.usage.stored_tokens > 0
+    assert converse_on.stored > 0
     assert cache.forget(results[0].message_id)
     match = store.find(Identity.of(llm), tokens)
-    assert match is None or match.n_tokens <= results[0].usage.prompt_tokens
+    assert match is None or match.n_tokens <= results[0].prompt_tokens
 
 
 def test_forgetting_the_answer_of_an_edited_history(llm: Llama, store: KVStore) -> None:
     """It stands elsewhere in the second history, and its KV there goes too."""
-    cache = MessageCache(llm, store)
+    cache = PromptCache(llm, store)
     messages, results = converse(cache, 2)
     edited = [user("Listen. " + messages[0]["content"]), *messages[1:]]
     empty(llm)
-    prompt = cache.chat(edited, **GREEDY).usage.prompt_tokens
+    prompt = cache.chat(edited, **GREEDY).prompt_tokens
     tokens = llm.input_ids[:prompt].copy()
     assert cache.forget(results[0].message_id)
     n_before = n_tokens(llm, rendered(edited[:1]))
@@ -119,38 +118,39 @@ def test_forgetting_the_answer_of_an_edited_history(llm: Llama, store: KVStore) 
 
 
 def test_tenants_share_nothing(llm: Llama, store: KVStore) -> None:
-    ada, bo = MessageCache(llm, store, tenant="ada"), MessageCache(llm, store, tenant="bo")
+    ada, bo = PromptCache(llm, store, tenant="ada"), PromptCache(llm, store, tenant="bo")
     messages, _ = converse(ada, 2)
     empty(llm)
-    stranger = bo.chat(messages, **GREEDY)
-    assert (stranger.usage.cached_tokens, stranger.usage.matched_message_id) == (0, None)
     assert not bo.forget(messages[1]["message_id"])
+    stranger = bo.chat(messages, **GREEDY)
+    assert (stranger.cached, stranger.matched_message_id) == (0, None)
+    bo.forget(messages[1]["message_id"])
     empty(llm)
-    assert ada.chat(messages, **GREEDY).usage.cached_tokens > 0
+    assert ada.chat(messages, **GREEDY).cached > 0
 
 
 def test_tenants_do_not_share_what_is_live(llm: Llama, store: KVStore) -> None:
-    ada, bo = MessageCache(llm, store, tenant="ada"), MessageCache(llm, store, tenant="bo")
+    ada, bo = PromptCache(llm, store, tenant="ada"), PromptCache(llm, store, tenant="bo")
     for cache in (ada, bo):
-        usage = cache.chat([journal()], **GREEDY).usage
-        assert (usage.source, usage.cached_tokens) == ("none", 0)
-    assert bo.chat([journal()], **GREEDY).usage.cached_tokens > 0
+        usage = cache.chat([journal()], **GREEDY)
+        assert (usage.tier, usage.cached) == ("", 0)
+    assert bo.chat([journal()], **GREEDY).cached > 0
 
 
 def test_what_others_left_live_is_not_gone_on_from(llm: Llama, store: KVStore) -> None:
-    cache = MessageCache(llm, store)
+    cache = PromptCache(llm, store)
     cache.chat([user("Listen.")], **GREEDY)
     llm.create_chat_completion([journal()], **GREEDY)  # type: ignore[arg-type]
-    assert cache.chat([journal()], **GREEDY).usage.cached_tokens < 5  # <bos><|user|> and the like
+    assert cache.chat([journal()], **GREEDY).cached < 5  # <bos><|user|> and the like
 
 
 @pytest.mark.parametrize("how", ["read on", "closed"])
 def test_an_answer_that_was_overtaken_stores_nothing_of_the_other(
     how: str, llm: Llama, store: KVStore
 ) -> None:
-    stream = MessageCache(llm, store, tenant="ada").stream([journal()], **GREEDY)
+    stream = PromptCache(llm, store, tenant="ada").stream([journal()], **GREEDY)
     next(stream)
-    MessageCache(llm, store, tenant="bo").chat([user("Listen.")], **GREEDY)
+    PromptCache(llm, store, tenant="bo").chat([user("Listen.")], **GREEDY)
     tokens = llm.input_ids[: llm.n_tokens].copy()
     if how == "closed":
         stream.close()
@@ -158,38 +158,39 @@ def test_an_answer_that_was_overtaken_stores_nothing_of_the_other(
         with pytest.raises(RuntimeError, match="another answer was begun"):
             list(stream)
     assert stream.result is not None
-    assert "another answer was begun" in stream.result.usage.reason
+    assert "another answer was begun" in stream.result.reason
     match = store.find(Identity.of(llm, tenant="ada"), tokens)
     assert match is None or match.n_tokens < 5  # <bos><|user|> and the like
 
 
-def test_a_claim_that_nobody_has_left_keeps_no_llama_alive(store: KVStore) -> None:
+def test_a_stream_that_nobody_reads_on_keeps_no_llama_alive(store: KVStore) -> None:
     llm = open_llama()
-    LoneSequence(llm, store, Identity.of(llm), "test", untouched=True)
+    stream = PromptCache(llm, store).stream([journal()], **GREEDY)
+    next(stream)
     alive = weakref.ref(llm)
     llm.close()
-    del llm
+    del llm, stream
     gc.collect()
     assert alive() is None
 
 
 def test_what_is_live_under_another_window_is_computed_again() -> None:
     with open_llama("mixed:threshold=128,group=32") as llm, KVStore(None) as store:
-        cache = MessageCache(llm, store)
+        cache = PromptCache(llm, store)
         messages, _ = converse(cache, 1)
         llm.kv.set_window(quantization_threshold=32)
         result = cache.chat(messages, **GREEDY)
-        assert (result.usage.cached_tokens, result.usage.exact) == (0, True)
-        assert result.content == cold(llm, messages)
+        assert (result.cached, result.exact) == (0, True)
+        assert result.text == cold(llm, messages)
 
 
 def test_a_sessions_kv_goes_with_it(llm: Llama, store: KVStore) -> None:
-    messages, _ = converse(MessageCache(llm, store, session="kv-1", tenant="ada"), 3)
+    messages, _ = converse(PromptCache(llm, store, session="kv-1", tenant="ada"), 3)
     assert store.remove(session="kv-1", tenant="bo") == 0
     assert store.remove(session="kv-1", tenant="ada") > 0
     assert not store.entries()
     empty(llm)
-    assert MessageCache(llm, store, tenant="ada").chat(messages, **GREEDY).usage.cached_tokens == 0
+    assert PromptCache(llm, store, tenant="ada").chat(messages, **GREEDY).cached == 0
 
 
 def test_unregistering_a_session_removes_its_kv(llm: Llama, tmp_path: Path) -> None:
@@ -197,15 +198,15 @@ def test_unregistering_a_session_removes_its_kv(llm: Llama, tmp_path: Path) -> N
         with KVStore(tmp_path, key=lambda: bytes(range(32))) as store:
             async with ContextCacheManager("sqlite:", store) as manager:
                 kept, gone = [await register(manager, tenant="ada") for _ in range(2)]
-                messages, _ = converse(MessageCache(llm, store, tenant="ada", session=gone.kv_cache_ref), 2)
+                messages, _ = converse(PromptCache(llm, store, tenant="ada", session=gone.kv_cache_ref), 2)
                 other = [user("Hi")]
-                MessageCache(llm, store, tenant="ada", session=kept.kv_cache_ref).chat(other, **GREEDY)
+                PromptCache(llm, store, tenant="ada", session=kept.kv_cache_ref).chat(other, **GREEDY)
                 await manager.unregister_session_cache(gone.session_id, tenant="ada")
             empty(llm)
-            cache = MessageCache(llm, store, tenant="ada")
-            assert cache.chat(messages, **GREEDY).usage.cached_tokens < 5
+            cache = PromptCache(llm, store, tenant="ada")
+            assert cache.chat(messages, **GREEDY).cached < 5
             empty(llm)
-            assert cache.chat(other, **GREEDY).usage.source == "ram"
+            assert cache.chat(other, **GREEDY).tier == "ram"
 
     asyncio.run(main())
 
@@ -214,16 +215,16 @@ def test_a_session_that_is_removed_while_it_answers_stays_removed(llm: Llama, st
     async def main() -> None:
         manager = ContextCacheManager("sqlite:", store)
         gone = await register(manager, tenant="ada")
-        cache = MessageCache(llm, store, tenant="ada", session=gone.kv_cache_ref)
+        cache = PromptCache(llm, store, tenant="ada", session=gone.kv_cache_ref)
         stream = cache.stream([journal()], **GREEDY)
         next(stream)
         await manager.unregister_session_cache(gone.session_id, tenant="ada")
         list(stream)
         await manager.close()
         assert stream.result is not None
-        assert stream.result.content == "I have noted that."
-        assert stream.result.usage.stored_tokens == 0
-        assert stream.result.usage.reason
+        assert stream.result.text == "I have noted that."
+        assert stream.result.stored == 0
+        assert stream.result.reason
         assert not store.entries()
 
     asyncio.run(main())
@@ -241,20 +242,20 @@ async def register(manager: ContextCacheManager, tenant: str) -> CacheSessionMet
 # --- others at the same Llama, and stores that fail ---
 
 
-def test_others_may_use_the_llama_in_between(llm: Llama, cache: MessageCache) -> None:
+def test_others_may_use_the_llama_in_between(llm: Llama, cache: PromptCache) -> None:
     messages, _ = converse(cache, 2)
     right = cache.chat(messages, **GREEDY)
     llm.create_chat_completion(make_recall(61_003, 20).messages, **GREEDY)  # type: ignore[arg-type]
     again = cache.chat(messages, **GREEDY)
-    assert again.content == right.content
-    assert again.usage.source == "ram"
+    assert again.text == right.text
+    assert again.tier == "ram"
     llm.reset()
-    assert cache.chat(messages, **GREEDY).content == right.content
+    assert cache.chat(messages, **GREEDY).text == right.text
 
 
 def test_a_damaged_store_costs_time_only(tmp_path: Path) -> None:
     with open_llama() as llm, KVStore(tmp_path, max_ram_bytes=0) as store:
-        cache = MessageCache(llm, store)
+        cache = PromptCache(llm, store)
         messages, _ = converse(cache, 2)
         right = cache.chat(messages, **GREEDY)
         for path in tmp_path.rglob("*.safetensors"):
@@ -263,36 +264,36 @@ def test_a_damaged_store_costs_time_only(tmp_path: Path) -> None:
             path.write_bytes(data)
         empty(llm)
         result = cache.chat(messages, **GREEDY)
-        assert result.usage.cached_tokens == 0
-        assert "damaged" in result.usage.reason
-        assert result.content == right.content
+        assert result.cached == 0
+        assert "damaged" in result.reason
+        assert result.text == right.text
 
 
 def test_what_cannot_be_stored_is_said_and_answered(llm: Llama) -> None:
     with KVStore(None, max_ram_bytes=1000) as store:
-        result = MessageCache(llm, store).chat([journal()], **GREEDY)
-    assert result.content == "I have noted that."
-    assert result.usage.stored_tokens == 0
-    assert result.usage.reason
+        result = PromptCache(llm, store).chat([journal()], **GREEDY)
+    assert result.text == "I have noted that."
+    assert result.stored == 0
+    assert result.reason
 
 
 def test_exact_only_leaves_out_what_is_not(llm: Llama, store: KVStore) -> None:
     """A mixed cache that is cut lacks recent F16 rows: allowed and said so, or left out."""
-    messages, _ = converse(MessageCache(llm, store), 1)
-    strict = MessageCache(llm, store, exact_only=True)
+    messages, _ = converse(PromptCache(llm, store), 1)
+    strict = PromptCache(llm, store)
     edited = [user(messages[0]["content"][:-200])]
-    assert strict.chat(edited, **GREEDY).usage.cached_tokens == 0
-    converse(MessageCache(llm, store), 1)
-    loose = MessageCache(llm, store)
+    assert strict.chat(edited, **GREEDY).cached == 0
+    converse(PromptCache(llm, store), 1)
+    loose = PromptCache(llm, store, reuse="prefix")
     shorter = [user(messages[0]["content"][:-400])]
     cut = loose.chat(shorter, **GREEDY)
-    assert cut.usage.cached_tokens > 150
-    assert not cut.usage.exact
-    behind = loose.chat([*shorter, cut.message, user(QUESTIONS[0])], **GREEDY).usage
-    assert (behind.source, behind.exact) == ("live", False)
-    following = strict.chat(messages, **GREEDY).usage
+    assert cut.cached > 150
+    assert not cut.exact
+    behind = loose.chat([*shorter, cut.message, user(QUESTIONS[0])], **GREEDY)
+    assert (behind.tier, behind.exact) == ("context", False)
+    following = strict.chat(messages, **GREEDY)
     assert following.exact
-    assert following.evaluated_tokens < 20
+    assert following.evaluated < 20
 
 
 # --- bad input ---
@@ -313,23 +314,23 @@ _BAD_MESSAGES: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("messages", "message"), _BAD_MESSAGES)
-def test_bad_messages(cache: MessageCache, messages: Any, message: str) -> None:
+def test_bad_messages(cache: PromptCache, messages: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message) as error:
         cache.chat(messages, **GREEDY)
     assert len(str(error.value)) < 500
 
 
-def test_bad_values(llm: Llama, store: KVStore, cache: MessageCache) -> None:
+def test_bad_values(llm: Llama, store: KVStore, cache: PromptCache) -> None:
     with pytest.raises(ValueError, match="message_id"):
         cache.chat([journal()], message_id="a/b")
     with pytest.raises(ValueError, match="message_id"):
         cache.forget("")
-    with pytest.raises(ValueError, match="call chat or stream"):
+    with pytest.raises(TypeError, match="call chat for a whole answer"):
         cache.chat([journal()], stream=True)
     with pytest.raises(ValueError, match="session"):
-        MessageCache(llm, store, session="../x")
+        PromptCache(llm, store, session="../x")
     with pytest.raises(ValueError, match="tenant"):
-        MessageCache(llm, store, tenant="a/b")
+        PromptCache(llm, store, tenant="a/b")
 
 
 def test_sliding_windows_are_cut_where_they_are_whole(zoo_path: Callable[[str], Path]) -> None:
@@ -339,12 +340,12 @@ def test_sliding_windows_are_cut_where_they_are_whole(zoo_path: Callable[[str], 
     with Llama(zoo_path("gemma2"), swa_full=False, **options) as llm:
         for text in (long + "x", long[:30] + "x", long + "y", long[:200]):
             with KVStore(None) as store:
-                cache = MessageCache(llm, store)
+                cache = PromptCache(llm, store)
                 cache.chat([user(long)], **few)
                 shared = cache.chat([user(text)], **few)
             empty(llm)
             with KVStore(None) as store:
-                assert MessageCache(llm, store).chat([user(text)], **few).content == shared.content
+                assert PromptCache(llm, store).chat([user(text)], **few).text == shared.text
 
 
 @pytest.mark.parametrize(
@@ -357,7 +358,7 @@ def test_models_with_a_state_go_on_from_where_a_turn_ended(
     few: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4}
     options: dict[str, Any] = {"kv": kv, "n_ctx": 1024, "swa_full": False, "chat_format": "chatml"}
 
-    def turns(cache: MessageCache, n: int) -> tuple[list[dict[str, Any]], list[Any]]:
+    def turns(cache: PromptCache, n: int) -> tuple[list[dict[str, Any]], list[Any]]:
         messages, results = [user("the rain in the town " * 3)], []
         for i in range(n):
             results.append(cache.chat(messages, **few))
@@ -365,25 +366,25 @@ def test_models_with_a_state_go_on_from_where_a_turn_ended(
         return messages, results
 
     with Llama(zoo_path(name), verbose=False, **options) as llm, KVStore(tmp_path) as store:
-        messages, results = turns(MessageCache(llm, store), 6)
-        assert all(result.usage.cached_tokens > 40 for result in results[1:])
+        messages, results = turns(PromptCache(llm, store), 6)
+        assert all(result.cached > 40 for result in results[1:])
         want = []
         for n in range(1, 12, 2):
             empty(llm)
-            want.append(MessageCache(llm, KVStore(None)).chat(messages[:n], **few).content)
-        assert [result.content for result in results] == want
+            want.append(PromptCache(llm, KVStore(None)).chat(messages[:n], **few).text)
+        assert [result.text for result in results] == want
         edited = [*messages[:4], user("and what else"), *messages[5:7]]
-        again = MessageCache(llm, store, exact_only=True).chat(edited, **few)
-        assert again.usage.cached_tokens >= results[1].usage.prompt_tokens - 4
-        assert again.usage.exact
+        again = PromptCache(llm, store).chat(edited, **few)
+        assert again.cached >= results[1].prompt_tokens - 4
+        assert again.exact
     with Llama(zoo_path(name), verbose=False, **options) as llm, KVStore(tmp_path) as store:
-        again = MessageCache(llm, store, exact_only=True).chat(messages[:11], **few)
-        assert again.usage.source == "disk"
-        assert again.usage.cached_tokens >= results[4].usage.prompt_tokens
-        assert again.content == want[5]
+        again = PromptCache(llm, store).chat(messages[:11], **few)
+        assert again.tier == "disk"
+        assert again.cached >= results[4].prompt_tokens
+        assert again.text == want[5]
 
 
-def test_numbers_of_the_prompt_are_those_of_the_cache(llm: Llama, cache: MessageCache) -> None:
+def test_numbers_of_the_prompt_are_those_of_the_cache(llm: Llama, cache: PromptCache) -> None:
     """input_ids and the cache agree after a restore, or the next call would continue something else."""
     messages, _ = converse(cache, 2)
     empty(llm)

@@ -13,14 +13,13 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.chat import ChatResult, MessageCache
-from mixedkv.errors import UnsupportedModelError
-from mixedkv.prompts.overflow import budget
-from mixedkv.start.lone import LoneSequence
+from mixedkv.engine import Generation, PromptCache
+from mixedkv.prompts.overflow import budget, head_of
 from mixedkv.store import Identity, KVStore
+from mixedkv.tokens import common_prefix
 from support.conversation_support import Message, empty, user
 
-SIZE, SINKS = 448, 8
+SIZE = 448
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16}
 
 
@@ -36,8 +35,8 @@ def note(i: int, n_sentences: int = 4) -> Message:
 
 
 def converse(
-    cache: MessageCache, n_turns: int, messages: list[Message]
-) -> list[tuple[list[Message], ChatResult]]:
+    cache: PromptCache, n_turns: int, messages: list[Message]
+) -> list[tuple[list[Message], Generation]]:
     turns = []
     for i in range(n_turns):
         messages.append(note(i))
@@ -45,6 +44,18 @@ def converse(
         turns.append((list(messages), result))
         messages.append(result.message)
     return turns
+
+
+def head(cache: PromptCache, messages: list[Message]) -> int:
+    """How many first tokens stay: the first message."""
+    tokens = np.array(cache.engine.tokenizer.encode(messages[:2], long=True)[0], np.int32)
+    return head_of(cache.engine.tokenizer.message_starts(tokens), SIZE)
+
+
+def n_same(cache: PromptCache, messages: list[Message], held: Any) -> int:
+    """How many first tokens of the whole chat are those that are held; the next message may begin alike."""
+    whole = np.array(cache.engine.tokenizer.encode(messages, long=True)[0], np.int32)
+    return common_prefix(whole, np.array(held, np.int32))
 
 
 def n_tokens(llm: Llama, messages: list[Message]) -> int:
@@ -81,32 +92,33 @@ def test_ranges_that_are_none(llm: Llama, begin: int, end: int) -> None:
 
 
 def test_a_long_chat_goes_on(llm: Llama, store: KVStore, caplog: pytest.LogCaptureFixture) -> None:
-    cache = MessageCache(llm, store, attention_sink_tokens=SINKS)
+    cache = PromptCache(llm, store, overflow="slide")
     messages: list[Message] = []
-    with caplog.at_level(logging.WARNING, "mixedkv.start"):
+    with caplog.at_level(logging.WARNING, "mixedkv.engine"):
         turns = converse(cache, 14, messages)
-    usages = [result.usage for _, result in turns]
+    usages = [result for _, result in turns]
     assert usages[-1].prompt_tokens > SIZE + 200
     assert llm.n_tokens <= SIZE
     for (asked, _), usage in list(zip(turns, usages, strict=True))[1:]:
         assert usage.prompt_tokens == 1 + n_tokens(llm, asked)  # with BOS
-        assert usage.evaluated_tokens <= n_tokens(llm, asked[-1:]) + 2
-        assert usage.cached_tokens + usage.evaluated_tokens == usage.prompt_tokens
-        assert usage.exact == (usage.dropped_tokens == 0)
-    dropped = [usage.dropped_tokens for usage in usages]
+        assert usage.evaluated <= n_tokens(llm, asked[-1:]) + 2
+        assert usage.prompt_tokens - usage.dropped <= usage.cached + usage.evaluated <= usage.prompt_tokens
+        assert usage.exact == (usage.dropped == 0)
+    dropped = [usage.dropped for usage in usages]
     assert dropped[0] == 0
     assert dropped == sorted(dropped)
     grown = [n for n in np.diff(dropped) if n]
-    assert min(grown) >= (SIZE - SINKS) // 4
+    at_once = (SIZE - head(cache, messages)) // 4
+    assert min(grown) >= at_once
     # a message goes as a whole, and what the new one is too long goes too
-    assert max(grown) < (SIZE - SINKS) // 4 + 2 * n_tokens(llm, messages[-2:])
+    assert max(grown) < at_once + 2 * n_tokens(llm, messages[-2:])
     records = [record for record in caplog.records if "is full" in record.message]
     assert len(records) == len(grown)
     assert all(word not in caplog.text for word in messages[0]["content"].split() if len(word) > 5)
 
 
 def test_what_is_recent_is_still_known(llm: Llama, store: KVStore) -> None:
-    cache = MessageCache(llm, store, attention_sink_tokens=SINKS)
+    cache = PromptCache(llm, store, overflow="slide")
     messages: list[Message] = []
     converse(cache, 10, messages)
     recall = make_recall(62_100, 6)
@@ -114,133 +126,127 @@ def test_what_is_recent_is_still_known(llm: Llama, store: KVStore) -> None:
     messages += [last[0]]
     messages += [cache.chat(messages, **GREEDY).message, last[2]]
     result = cache.chat(messages, **GREEDY)
-    assert result.usage.dropped_tokens > 0
-    assert result.content == recall.fact.answer
+    assert result.dropped > 0
+    assert result.text == recall.fact.answer
 
 
 def test_a_shifted_sequence_is_stored_and_reused_as_nothing_else(llm: Llama, store: KVStore) -> None:
-    cache = MessageCache(llm, store, attention_sink_tokens=SINKS)
-    turns = converse(cache, 12, [])
-    first = next(i for i, (_, result) in enumerate(turns) if result.usage.dropped_tokens)
-    assert all(result.usage.stored_tokens == 0 for _, result in turns[first + 1 :])
+    cache = PromptCache(llm, store, overflow="slide")
+    messages: list[Message] = []
+    turns = converse(cache, 12, messages)
+    n_head = head(cache, messages)
+    first = next(i for i, (_, result) in enumerate(turns) if result.dropped)
+    assert all(result.stored == 0 for _, result in turns[first + 1 :])
     assert max(entry.p1 for entry in store.entries()) <= SIZE
     held = llm.input_ids[: llm.n_tokens].tolist()
-    assert llm.kv.exact_tokens == SINKS
+    assert llm.kv.exact_tokens == n_head
     store.save(llm)
     match = store.find(Identity.of(llm), held)
-    assert match is None or match.n_tokens <= SINKS
+    assert match is None or match.n_tokens <= n_same(cache, messages, held)
     # Read as a plain prompt, only the first tokens of it are what they seem.
-    with KVStore(None) as other:
-        sequence = LoneSequence(llm, other, Identity.of(llm), "chat", untouched=True, sinks=SINKS)
-        assert sequence.n_dropped > 0
-        assert sequence.start(held, exact_live=False, exact_stored=False).n_tokens <= SINKS
+    read = cache.generate(held[:200], max_tokens=1, reuse="prefix")
+    assert read.cached <= n_same(cache, messages, held)
 
 
 def test_two_caches_on_one_llama_know_of_the_shift(llm: Llama, store: KVStore) -> None:
     """The second goes on with a prompt that reads like what the first has left."""
-    converse(MessageCache(llm, store, attention_sink_tokens=SINKS), 12, [])
+    converse(PromptCache(llm, store, overflow="slide"), 12, [])
     with KVStore(None) as other:
-        second = MessageCache(llm, other)
+        second = PromptCache(llm, other)
         short = [note(50)]
         answer = second.chat(short, **GREEDY)
-        assert answer.usage.cached_tokens <= SINKS
+        assert answer.cached == 0
         empty(llm)
         with KVStore(None) as third:
-            assert MessageCache(llm, third).chat(short, **GREEDY).content == answer.content
+            assert PromptCache(llm, third).chat(short, **GREEDY).text == answer.text
 
 
 def test_another_tenant_does_not_go_on_with_a_shifted_sequence(llm: Llama, store: KVStore) -> None:
     messages: list[Message] = []
-    converse(MessageCache(llm, store, tenant="ada", attention_sink_tokens=SINKS), 12, messages)
+    converse(PromptCache(llm, store, tenant="ada", overflow="slide"), 12, messages)
     messages.append(note(90))
-    cache = MessageCache(llm, store, tenant="bo", attention_sink_tokens=SINKS)
-    assert cache.chat(messages, **GREEDY).usage.cached_tokens == 0
+    cache = PromptCache(llm, store, tenant="bo", overflow="slide")
+    assert cache.chat(messages, **GREEDY).cached == 0
 
 
 def test_a_long_chat_in_another_process_begins_with_what_fits(llm: Llama, store: KVStore) -> None:
     messages: list[Message] = []
-    converse(MessageCache(llm, store, attention_sink_tokens=SINKS), 16, messages)
+    converse(PromptCache(llm, store, overflow="slide"), 16, messages)
     empty(llm)
     with KVStore(None) as other:
-        cache = MessageCache(llm, other, attention_sink_tokens=SINKS)
+        cache = PromptCache(llm, other, overflow="slide")
         messages.append(note(90))
-        usage = cache.chat(messages, **GREEDY).usage
-        left = budget(SIZE, SINKS)
-        assert left - 60 < usage.evaluated_tokens <= left < SIZE
-        assert usage.dropped_tokens >= usage.prompt_tokens - left
+        usage = cache.chat(messages, **GREEDY)
+        n_head = head(cache, messages)
+        left = budget(SIZE, n_head)
+        assert left - 60 < usage.evaluated <= left < SIZE
+        assert usage.dropped >= usage.prompt_tokens - left
         assert not usage.exact
-        assert not other.entries()
+        match = other.find(Identity.of(llm), cache.engine.tokenizer.encode(messages, long=True)[0])
+        assert match is None or match.n_tokens <= n_same(cache, messages, llm.input_ids[: llm.n_tokens])
         # from here on it goes on as any other
         messages += [{"role": "assistant", "content": "I have noted that."}, note(91)]
-        assert cache.chat(messages, **GREEDY).usage.evaluated_tokens < 0.3 * left
+        assert cache.chat(messages, **GREEDY).evaluated < 0.3 * left
 
 
 def test_a_message_longer_than_the_context(llm: Llama, store: KVStore) -> None:
-    cache = MessageCache(llm, store, attention_sink_tokens=SINKS)
+    cache = PromptCache(llm, store, overflow="slide")
     messages = [note(0)]
     messages += [cache.chat(messages, **GREEDY).message, note(1, 120)]
     result = cache.chat(messages, **GREEDY)
-    assert result.usage.prompt_tokens > 2 * SIZE
-    assert result.usage.evaluated_tokens <= SIZE
-    assert result.content == "I have noted that."
+    assert result.prompt_tokens > 2 * SIZE
+    assert result.evaluated <= SIZE
+    assert result.text == "I have noted that."
 
 
 def test_generation_goes_on_beyond_the_context(
     llm: Llama, store: KVStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache = MessageCache(llm, store, attention_sink_tokens=SINKS)
+    cache = PromptCache(llm, store, overflow="slide")
     on = {"temperature": 0.0, "logit_bias": {str(llm.token_eos()): -1e9}}
-    with caplog.at_level(logging.WARNING, "mixedkv.start"):
+    with caplog.at_level(logging.WARNING, "mixedkv.engine"):
         result = cache.chat([note(0)], max_tokens=SIZE + 50, **on)
     assert result.finish_reason == "length"
-    assert result.usage.completion_tokens == SIZE + 50
-    assert result.usage.dropped_tokens > 0
+    assert result.completion_tokens == SIZE + 50
+    assert result.dropped > 0
     assert "is full" in caplog.text
-    n = result.usage.prompt_tokens  # the plain prefix, stored before anything was dropped
-    assert sorted((entry.p0, entry.p1) for entry in store.entries()) == [(0, n), (n, SIZE)]
+    n = result.prompt_tokens  # the plain prefix, stored before anything was dropped
+    assert sorted((entry.p0, entry.p1) for entry in store.entries()) == [(0, n), (n, SIZE - 2)]
     following = cache.chat([note(0), result.message, note(1)], **GREEDY)
-    assert following.usage.evaluated_tokens < SIZE
+    assert following.evaluated < SIZE
 
 
 def test_without_max_tokens_generation_ends(llm: Llama, store: KVStore) -> None:
     on = {"temperature": 0.0, "logit_bias": {str(llm.token_eos()): -1e9}}
-    result = MessageCache(llm, store).chat([note(0)], **on)
-    assert result.usage.prompt_tokens + result.usage.completion_tokens == SIZE
+    result = PromptCache(llm, store).chat([note(0)], **on)
+    assert result.prompt_tokens + result.completion_tokens == SIZE
 
 
 # --- where nothing can be dropped ---
 
 
 def test_without_sinks_a_long_prompt_is_refused(llm: Llama, store: KVStore) -> None:
-    cache = MessageCache(llm, store, attention_sink_tokens=None)
-    with pytest.raises(ValueError, match="exceed context window"):
+    cache = PromptCache(llm, store, overflow="refuse")
+    with pytest.raises(ValueError, match="exceeds the available context size"):
         cache.chat([note(0, 60)], **GREEDY)
     on = {"temperature": 0.0, "logit_bias": {str(llm.token_eos()): -1e9}}
     result = cache.chat([note(0)], max_tokens=10_000, **on)
-    assert result.usage.prompt_tokens + result.usage.completion_tokens == SIZE
-    assert result.usage.dropped_tokens == 0
+    assert result.prompt_tokens + result.completion_tokens == SIZE
+    assert result.dropped == 0
 
 
-def test_memories_that_cannot_shift_say_so(zoo_path: Callable[[str], Path], store: KVStore) -> None:
+def test_memories_that_cannot_shift_evaluate_what_is_left(zoo_path: Callable[[str], Path]) -> None:
     options = {"kv": "f16", "n_ctx": 512, "n_ubatch": 64, "chat_format": "chatml", "verbose": False}
     messages = [user("ab " * 300)]
-    with Llama(zoo_path("gemma2"), swa_full=False, **options) as llm:
-        assert not llm.kv.can_shift
-        with pytest.raises(UnsupportedModelError, match="swa_full=True"):
-            MessageCache(llm, store).chat(messages, **GREEDY)
-    with Llama(zoo_path("gemma2"), swa_full=True, **options) as llm:
-        assert llm.kv.can_shift
-        assert MessageCache(llm, store).chat(messages, **GREEDY).usage.dropped_tokens > 0
+    for swa_full in (False, True):
+        with Llama(zoo_path("gemma2"), swa_full=swa_full, **options) as llm, KVStore(None) as other:
+            assert llm.kv.can_shift is swa_full
+            result = PromptCache(llm, other, overflow="slide").chat(messages, **GREEDY)
+            assert result.dropped > 0
+            assert not result.exact
 
 
-@pytest.mark.parametrize("sinks", [-1, SIZE, 10**12])
-def test_bad_numbers_of_sinks(llm: Llama, store: KVStore, sinks: int) -> None:
-    wanted = "0 or more" if sinks < 0 else f"at most {SIZE // 2}"
-    with pytest.raises(ValueError, match=f"attention_sink_tokens={sinks}: use {wanted}"):
-        MessageCache(llm, store, attention_sink_tokens=sinks)
-
-
-@pytest.mark.parametrize("sinks", [True, 1.5, "4"])
-def test_sinks_that_are_no_number(llm: Llama, store: KVStore, sinks: Any) -> None:
-    with pytest.raises(TypeError, match="attention_sink_tokens"):
-        MessageCache(llm, store, attention_sink_tokens=sinks)
+@pytest.mark.parametrize("overflow", ["slides", 4, None])
+def test_bad_ways_of_overflow(llm: Llama, overflow: Any) -> None:
+    with pytest.raises(ValueError, match=r"overflow=.*refuse, slide"):
+        PromptCache(llm, overflow=overflow)

@@ -13,10 +13,10 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from mixedkv.chat import MessageCache
 from mixedkv.chunks import ChunkCache
 from mixedkv.chunks.gate import compare, follow, last_logits
 from mixedkv.chunks.repair import Method
+from mixedkv.engine import PromptCache
 from mixedkv.errors import ContextLengthError, UnsupportedModelError
 from mixedkv.store import Identity, KVStore
 from mixedkv_bench.harness.reuse_cases import Case, CaseMaker
@@ -230,8 +230,8 @@ def test_what_another_tenants_chat_left_is_not_gone_on_from(llm: Llama, store: K
     """Both façades use sequence 0 of the same `Llama`."""
     cache = open_cache(llm, store)
     cache.prefill(llm.tokenize(b"A prompt of tenant a."), tenant="a")
-    with MessageCache(llm, store, tenant="b") as chat:
-        chat.chat([user("My name is Mira, and my kite is red.")], max_tokens=4, temperature=0.0)
+    chat = PromptCache(llm, store, tenant="b")
+    chat.chat([user("My name is Mira, and my kite is red.")], max_tokens=4, temperature=0.0)
     left = llm.input_ids[: llm.n_tokens].copy()
     reuse = cache.prefill(np.concatenate([left, left[5:15]]), tenant="a")
     assert (reuse.n_cached_exact, reuse.n_evaluated) == (0, reuse.n_tokens)

@@ -165,15 +165,21 @@ def test_no_second_sequence_and_no_more_memory(llm: Llama) -> None:
 # --- what ends an answer ---
 
 
-def _soon(function: Callable[[], object]) -> None:
-    threading.Timer(0.15, function).start()
+def _after_two_steps(engine: Engine, function: Callable[[], object]) -> None:
+    def wait() -> None:
+        while engine.n_steps < before + 2:
+            time.sleep(0.001)
+        function()
+
+    before = engine.n_steps
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def test_ctrl_c_leaves_what_was_evaluated(llm: Llama, engine: Engine) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         answer = engine.submit(LONG, **OPTIONS)
-        _soon(lambda: signal.raise_signal(signal.SIGINT))
+        _after_two_steps(engine, lambda: signal.raise_signal(signal.SIGINT))
         with pytest.raises(KeyboardInterrupt):
             answer.result()
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -195,7 +201,7 @@ def test_a_signal_whose_handler_raises_nothing_ends_nothing(engine: Engine) -> N
     before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     try:
         answer = engine.submit(LONG, **OPTIONS)
-        _soon(lambda: signal.raise_signal(signal.SIGINT))
+        _after_two_steps(engine, lambda: signal.raise_signal(signal.SIGINT))
         text = answer.text
         assert came == [signal.SIGINT]
         assert text == engine.submit(LONG, reuse=False, **OPTIONS).text
@@ -205,7 +211,7 @@ def test_a_signal_whose_handler_raises_nothing_ends_nothing(engine: Engine) -> N
 
 def test_interrupt_ends_the_answer_and_leaves_its_rows(llm: Llama, engine: Engine) -> None:
     answer = engine.submit(LONG, **OPTIONS)
-    _soon(llm.interrupt)
+    _after_two_steps(engine, llm.interrupt)
     with pytest.raises(StoppedError):
         answer.result()
     n = llm.n_tokens

@@ -16,7 +16,7 @@ import llama_cpp
 import pytest
 
 from mixedkv import Llama
-from mixedkv.chat import MessageCache
+from mixedkv.engine import PromptCache
 from mixedkv.engine.chat.chat_template import Chat, TemplateOptions, ToolChoice
 from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.images.prompt_image import PromptImage
@@ -346,8 +346,8 @@ def test_chats_of_the_package_too(tmp_path: Path) -> None:
             KVStore(tmp_path / how) as store,
         ):
             n = len(Tokenizer(llm).encode(messages)[0])
-            result = MessageCache(llm, store).chat(messages, max_tokens=1)
-            assert result.usage.prompt_tokens == n
+            result = PromptCache(llm, store).chat(messages, max_tokens=1)
+            assert result.prompt_tokens == n
             options: dict[str, Any] = {"max_tokens": 1, "tools": [tool]}
             answer = llm.create_chat_completion(messages, **options)
             assert answer["usage"]["prompt_tokens"] == n

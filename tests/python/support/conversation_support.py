@@ -1,4 +1,4 @@
-"""Conversations of the tests of `MessageCache`."""
+"""Conversations of the tests of `PromptCache`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.chat import ChatResult, MessageCache
+from mixedkv.engine import Generation, PromptCache
 from mixedkv.store import KVStore
 
 RECALL = make_recall(seed=61_001, n_sentences=30, where=0.2)
@@ -37,8 +37,8 @@ def journal() -> Message:
 
 
 def converse(
-    cache: MessageCache, n_turns: int, before_turn: Callable[[], None] = lambda: None
-) -> tuple[list[Message], list[ChatResult]]:
+    cache: PromptCache, n_turns: int, before_turn: Callable[[], None] = lambda: None
+) -> tuple[list[Message], list[Generation]]:
     """The journal, then a question in each turn."""
     messages, results = [journal()], []
     for question in QUESTIONS[:n_turns]:
@@ -59,4 +59,4 @@ def rendered(messages: list[Message]) -> str:
 def cold(llm: Llama, messages: list[Message]) -> str:
     """The answer without anything reused."""
     empty(llm)
-    return MessageCache(llm, KVStore(None)).chat(messages, **GREEDY).content
+    return PromptCache(llm, KVStore(None)).chat(messages, **GREEDY).text
