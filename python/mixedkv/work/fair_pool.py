@@ -16,6 +16,7 @@ from mixedkv.work.presence import presence
 from mixedkv.work.turns import Limits, Service
 
 _T = TypeVar("_T")
+_LONGEST_REST = 1.0  # seconds: what a tenant asks next does not wait for long
 
 
 class _Item(NamedTuple):
@@ -31,7 +32,7 @@ class FairPool:
     Args:
         limits: returns the limits of a tenant, of which the weight counts.
         rest: while other tenants have requests, a tenant's work waits this many times as long as its work
-            before took. The engine needs the same processors, and its answers would wait.
+            before took, up to a second. The engine needs the same processors, and its answers would wait.
     """
 
     def __init__(self, n_threads: int, name: str, limits: Limits, rest: float = 0.0) -> None:
@@ -163,7 +164,7 @@ class FairPool:
             now = time.monotonic()
             self._rests_until = {name: end for name, end in self._rests_until.items() if end > now}
             if self._rest and presence.has_others(tenant):
-                self._rests_until[tenant] = now + self._rest * seconds
+                self._rests_until[tenant] = now + min(self._rest * seconds, _LONGEST_REST)
             if not (self._waiting or self._running):
                 self._service.clear()
             self._changed.notify_all()

@@ -125,11 +125,12 @@ class Server:
     @property
     def resident_mib(self) -> float:
         """Memory of the server and its processes."""
-        pages = 0
-        for pid in (self.process.pid, *children(self.process.pid)):
-            with suppress(FileNotFoundError):  # it has just ended
-                pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return self.own_resident_mib + sum(map(resident_mib, children(self.process.pid)))
+
+    @property
+    def own_resident_mib(self) -> float:
+        """Memory of the server without its processes, which end by themselves when they have become large."""
+        return resident_mib(self.process.pid)
 
     def stats(self, key: str = "") -> Any:
         return self.request("GET", "/v1/stats", key=key)[1]
@@ -166,6 +167,13 @@ def _parse(data: bytes) -> Any:
         return json.loads(data)
     except ValueError:
         return data.decode("utf-8", "replace")
+
+
+def resident_mib(pid: int) -> float:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    except FileNotFoundError:  # it has just ended
+        return 0.0
 
 
 @contextmanager
