@@ -198,6 +198,7 @@ _LINGER_SECONDS = 1.0
 DEADLINE = "mixedkv.deadline"  # time of the event loop at which the request is given up
 TENANT = "mixedkv.tenant"  # tenant whose key it has; None without a valid key
 _LARGEST_AT_A_TIME = 8  # all bodies together may take this many times the largest size
+_BYTES_PER_SECOND = 16_000_000  # of a tenant's large bodies, while other tenants have requests
 _SMALL = 1 << 16  # bytes of a body that is always taken: as many as there are connections are no danger
 
 
@@ -215,6 +216,7 @@ class BodyLimit:
         self._read_seconds, self._seconds = read_seconds, seconds
         self._with_keys, self._count = WithKeys(keys), count
         self._held: Counter[str] = Counter()  # bytes of each tenant's requests at work
+        self._read_until: dict[str, float] = {}  # when each tenant's large bodies so far are paid for
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -324,6 +326,15 @@ class BodyLimit:
             size += len(part)
             self._reserve(held, size, limit)
             held.parts.append(part)
+            if size > _SMALL and presence.has_others(held.tenant):
+                await self._wait_for_turn(held.tenant, len(part))
+
+    async def _wait_for_turn(self, tenant: str, n: int) -> None:
+        """Read large bodies of a tenant at a limited rate, since the event loop reads those of all."""
+        now = asyncio.get_running_loop().time()
+        end = max(now, self._read_until.get(tenant, now)) + n / _BYTES_PER_SECOND
+        self._read_until = {name: at for name, at in self._read_until.items() if at > now} | {tenant: end}
+        await asyncio.sleep(end - now)
 
     def _reserve(self, held: _Held, size: int, limit: int) -> None:
         if size > limit:
