@@ -57,21 +57,25 @@ SAMPLERS = {  # llama.cpp's names, in its order, and its letters for them
 }
 
 
-def whole(name: str, value: object, low: int = -INT32_MAX, high: int = INT32_MAX) -> int:
+def check_int(name: str, value: object, low: int = -INT32_MAX, high: int = INT32_MAX) -> int:
     """Return a whole number of any type as an int.
 
     Raises:
         TypeError: it is none.
         ValueError: it is less than `low` or more than `high`.
     """
+    kind = "a whole number"
+    if low > -INT32_MAX and high < INT32_MAX:
+        kind += f" from {low} to {high}"
     try:
         if isinstance(value, bool):
             raise TypeError
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"{name}={value!r}: use a whole number") from None
+        raise TypeError(f"{name}={value!r:.80}: use {kind}") from None
     if not low <= number <= high:
-        raise ValueError(f"{name}={number}: use {f'{low} or more' if number < low else f'at most {high}'}")
+        allowed = f"{low} or more" if number < low else f"at most {high}"
+        raise ValueError(f"{name}={number}: use {kind if ' from ' in kind else allowed}")
     return number
 
 

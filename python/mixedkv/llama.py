@@ -257,17 +257,6 @@ class Llama(GuardedLlama):
         marks = ContentMarks(special_tokens(self.special_tokens))
         return marks if self._plan.content_tokens == "text" and marks else None
 
-    def marked_chat(
-        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
-    ) -> tuple[Sequence[Mapping[str, Any]], dict[str, Any]]:
-        """Return the messages and arguments of `create_chat_completion` so that what they hold is text.
-
-        A `chat_handler` gets them as they are, since it may read messages in its own way.
-        """
-        if self.content_marks is None or self.chat_handler is not None:
-            return messages, dict(options)
-        return marked_chat(self.content_marks, messages, options, self.metadata)
-
     def eval(self, tokens: Sequence[int]) -> None:
         """Evaluate tokens after the n_tokens that are there, as in the base class.
 
@@ -361,11 +350,15 @@ class Llama(GuardedLlama):
             ValueError: a message, a format or a choice of a tool is not known, or cannot be had here.
         """
         options = chat_arguments(self, messages, args, kwargs)
-        marked, options = self.marked_chat(messages, options)
-        own_handler = self.chat_handler is not None
-        answering = self if own_handler else cast("llama_cpp.Llama", ChatPrompt(self))
+        chat: Any = messages
+        if self.chat_handler is not None:  # it may read messages in its own way
+            with self.busy.acquire():
+                return super().create_chat_completion(chat, **options)
+        if self.content_marks is not None:
+            chat, options = marked_chat(self.content_marks, messages, options, self.metadata)
         with self.busy.acquire():
-            return llama_cpp.Llama.create_chat_completion(answering, cast("Any", marked), **options)
+            prompt = cast("llama_cpp.Llama", ChatPrompt(self))
+            return llama_cpp.Llama.create_chat_completion(prompt, chat, **options)
 
     @overload  # type: ignore[override]
     def create_completion(

@@ -13,7 +13,7 @@ from mixedkv.config import KVSetting
 from mixedkv.config.mixed import ggml_type
 from mixedkv.context_choice import ContextChoice, choose_context, choose_setting
 from mixedkv.errors import UnsupportedModelError
-from mixedkv.limits import MAX_SEQUENCES, MAX_SNAPSHOTS, padded, whole
+from mixedkv.limits import MAX_SEQUENCES, MAX_SNAPSHOTS, check_int, padded
 from mixedkv.model.adapter import check_adapter
 from mixedkv.model.fit import Beside, Fit
 from mixedkv.model.gguf_file import ModelFile, file_stamp, n_layers, n_mtp_layers, read_model_file
@@ -62,8 +62,8 @@ class LoadArguments:
         check_numbers({**self.options, "n_ctx": 0 if self.n_ctx == "fit" else self.n_ctx})
         choose_setting(self.kv, self.type_k, self.type_v, self.embedding)
         check_sequences(self.n_seq_max, self.options.get("n_batch", _BATCH))
-        whole("n_rs_seq", self.n_rs_seq, 0, MAX_SNAPSHOTS)
-        whole("n_windows", self.n_windows, 0, MAX_SEQUENCES)
+        check_int("n_rs_seq", self.n_rs_seq, 0, MAX_SNAPSHOTS)
+        check_int("n_windows", self.n_windows, 0, MAX_SEQUENCES)
         if self.content_tokens not in CONTENT_TOKENS:
             raise ValueError(
                 f"content_tokens={self.content_tokens!r}: use one of {', '.join(CONTENT_TOKENS)}"

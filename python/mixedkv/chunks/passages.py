@@ -17,6 +17,7 @@ from mixedkv.chunks.gate import Gate
 from mixedkv.chunks.repair import Method
 from mixedkv.chunks.stitch import Rows
 from mixedkv.errors import UnsupportedModelError
+from mixedkv.limits import INT32_MAX, check_int
 from mixedkv.llama import Llama
 from mixedkv.store import Identity, KVStore
 from mixedkv.tokens import Tokens
@@ -54,9 +55,12 @@ class ChunkOptions:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _check_whole("chunk_size", self.chunk_size, 2 * WIDTH, 2**31 - 1)
-        _check_whole("boundary_window", self.boundary_window, 0, self.chunk_size // 2, "half of chunk_size")
-        _check_whole("max_donors", self.max_donors, 1, 1024)
+        check_int("chunk_size", self.chunk_size, 2 * WIDTH, INT32_MAX - 1)
+        try:
+            check_int("boundary_window", self.boundary_window, 0, self.chunk_size // 2)
+        except ValueError as error:
+            raise ValueError(f"{error}, half of chunk_size") from None
+        check_int("max_donors", self.max_donors, 1, 1024)
 
     @property
     def method(self) -> Method:
@@ -214,12 +218,6 @@ def _unsupported(llm: Llama) -> dict[Repair, str]:
         except UnsupportedModelError as error:
             errors[repair] = str(error)
     return errors
-
-
-def _check_whole(field: str, value: int, low: int, high: int, why: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        reason = f" ({why})" if why else ""
-        raise ValueError(f"{field}={value!r}: use a whole number from {low} to {high}{reason}")
 
 
 def check_memory(llm: Llama) -> None:

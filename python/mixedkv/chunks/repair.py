@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from mixedkv.chunks.chunk_reuse import REPAIRS, Repair
 from mixedkv.chunks.donors import Segment
+from mixedkv.limits import check_int
 
 Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
@@ -55,9 +56,7 @@ class Method:
             if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
                 raise ValueError(f"ratio={ratio!r}: use a number from 0 to 1")
             object.__setattr__(self, "ratio", float(ratio))
-        if isinstance(overlap, bool) or not isinstance(overlap, int) or not 0 <= overlap <= 1024:
-            raise ValueError(f"overlap_k={overlap!r}: use a whole number from 0 to 1024")
-        object.__setattr__(self, "overlap_k", overlap)
+        object.__setattr__(self, "overlap_k", check_int("overlap_k", overlap, 0, 1024))
 
     def __str__(self) -> str:
         if self.repair in ("none", "seam"):

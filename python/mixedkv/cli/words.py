@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 from mixedkv.cli.llama_options import ABSENT, INSTEAD, OF_SERVER
 from mixedkv.config import UniformKV, parse_kv
-from mixedkv.config.mixed import did_you_mean
 from mixedkv.limits import INT32_MAX, RANGES
 from mixedkv.model.named_model import NAMES, PREFIX, is_hub_name
+from mixedkv.nearest_word import did_you_mean
 from mixedkv.sizes import GB, parse_duration, parse_size
 from mixedkv.streaming.layer_choice import Asked, parse_layers
 

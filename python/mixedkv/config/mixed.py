@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -120,20 +118,6 @@ def normalise(setting: Any, *, mixed: bool) -> None:
             raise TypeError(f"{each.name}={value!r}: use {wanted}")
     for name, value in _core.check_kv(mixed, options_of(setting)).items():
         object.__setattr__(setting, name, value)
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ` (did you mean ...?)` where a known word is like this one, else ""."""
-    alike = {each: _likeness(word.strip("-"), each.strip("-")) for each in known}
-    nearest = max(alike, key=alike.__getitem__)
-    return f" (did you mean {nearest}?)" if alike[nearest] >= 0.75 else ""
-
-
-def _likeness(one: str, other: str) -> float:
-    short, long = sorted((one, other), key=len)
-    if len(short) > 2 and long.startswith(short):
-        return 0.9
-    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 _DEFAULTS = _core.DEFAULTS

@@ -19,9 +19,9 @@ from pydantic_settings import (
 )
 
 from mixedkv.config import parse_kv
-from mixedkv.config.mixed import did_you_mean
 from mixedkv.hosts import is_local
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES
+from mixedkv.nearest_word import did_you_mean
 from mixedkv.sizes import GB, MB, parse_duration, parse_size
 
 SIZE = "SIZE"  # placeholder for a size in --help

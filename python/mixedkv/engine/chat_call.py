@@ -16,7 +16,7 @@ from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.engine.chat.chat_template import Chat, ToolChoice
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.ids import check_id
-from mixedkv.limits import whole
+from mixedkv.limits import check_int
 from mixedkv.llama import Llama
 from mixedkv.native.llama_arguments import check_messages
 from mixedkv.prompts.part import Insert
@@ -128,7 +128,7 @@ def submit_options(llm: Llama, options: Mapping[str, Any]) -> dict[str, Any]:
     given = {_NAMES.get(name, name): value for name, value in options.items() if value is not None}
     made = {**_DEFAULTS, "repeat_last_n": llm.last_n_tokens_size}
     made |= {name: value for name, value in given.items() if name in _SAMPLING | _OF_SUBMIT}
-    seed = whole("seed", given.get("seed", -1))
+    seed = check_int("seed", given.get("seed", -1))
     made["seed"] = secrets.randbits(32) if seed < 0 else seed % 2**32
     made["logit_bias"] = _biases(given.get("logit_bias") or {})
     if (constraint := _constraint(given)) is not None:
@@ -139,7 +139,7 @@ def submit_options(llm: Llama, options: Mapping[str, Any]) -> dict[str, Any]:
             )
         made["constraint"] = constraint
     if given.get("logprobs"):
-        made["n_logprobs"] = whole("top_logprobs", given.get("top_logprobs", 0), 0)
+        made["n_logprobs"] = check_int("top_logprobs", given.get("top_logprobs", 0), 0)
     return made
 
 

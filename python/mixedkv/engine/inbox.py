@@ -16,7 +16,7 @@ from mixedkv.engine.jobs.job import Event, Job
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.errors import ClosedError, QueueFullError
-from mixedkv.limits import whole
+from mixedkv.limits import check_int
 from mixedkv.work.turns import Limits
 
 _T = TypeVar("_T")
@@ -182,7 +182,7 @@ class QueueRoom:
         coming: Callable[[], Iterable[Progress]],
     ) -> None:
         self._scheduler, self._limits = scheduler, limits
-        self.max_queue = whole("max_queue", max_queue, 0)
+        self.max_queue = check_int("max_queue", max_queue, 0)
         self._coming = coming
         self._preparing: Counter[str] = Counter()
 

@@ -18,7 +18,7 @@ from mixedkv.engine.jobs.drafter import Drafter
 from mixedkv.engine.jobs.job import AnswerState, CallTrigger, Job
 from mixedkv.engine.sample.sampler import PromptLogprobs
 from mixedkv.engine.schedule.request import Request
-from mixedkv.limits import whole
+from mixedkv.limits import check_int
 from mixedkv.llama import Llama
 from mixedkv.prompts.overflow import LongPrompt, Places, head_of
 from mixedkv.tokens import Tokens
@@ -159,7 +159,7 @@ def check_model(llm: Llama, parallel: int | None) -> int:
             f"kv_unified={bool(llm.context_params.kv_unified)}: make it with Llama(..., n_seq_max=16, "
             f"kv_unified=True)"
         )
-    parallel = n_seq // 2 if parallel is None else whole("parallel", parallel)
+    parallel = n_seq // 2 if parallel is None else check_int("parallel", parallel)
     if not 1 <= parallel < min(n_seq, llm.n_batch + 1):
         raise ValueError(
             f"parallel={parallel}: use fewer than the context's {n_seq} sequences (n_seq_max), "

@@ -23,7 +23,7 @@ from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.text.answer_reader import Part, ReadAnswer
 from mixedkv.errors import StoppedError, UnsupportedModelError
 from mixedkv.ids import check_id, check_session_id, check_tenant, new_id
-from mixedkv.limits import whole
+from mixedkv.limits import check_int
 from mixedkv.llama import Llama
 from mixedkv.native.chat_formats import chosen_format
 from mixedkv.prompts.overflow import Overflow
@@ -303,7 +303,7 @@ class PromptCache:
         chat, named = chat_of(messages, options, images)
         named = [] if images else named  # where messages end is not known by their texts alone
         most = options.pop("max_tokens", None)
-        most = None if most is None or whole("max_tokens", most) <= 0 else most
+        most = None if most is None or check_int("max_tokens", most) <= 0 else most
         made = submit_options(llm, options)
         answer = self._submit(chat, {**made, "max_tokens": most, "message_id": new, "named": named})
         return ChatStream(self, answer, new, [name for name, _ in named if name], called)

@@ -29,8 +29,8 @@ from mixedkv.kv.rows import (
     row_bytes,
     slice_group,
     take,
+    take_int,
     take_list,
-    take_whole,
 )
 from mixedkv.limits import INT32_MAX
 
@@ -177,8 +177,8 @@ class KVBlock:
             ValueError: something is missing, of another type, or does not fit the rest; the message names it.
         """
         left = dict(arrays)
-        p0 = take_whole(description, "p0", 0, INT32_MAX - 1)
-        p1 = take_whole(description, "p1", p0 + 1, INT32_MAX)
+        p0 = take_int(description, "p0", 0, INT32_MAX - 1)
+        p1 = take_int(description, "p1", p0 + 1, INT32_MAX)
         tokens = take(left, "tokens", np.int32, (p1 - p0,))
         groups = tuple(
             read_group(f"{i}.", group, left, p0, p1)

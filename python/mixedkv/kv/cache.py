@@ -13,7 +13,6 @@ import numpy.typing as npt
 from mixedkv import _core
 from mixedkv.config import KVSetting
 from mixedkv.config.cut_rule import CutRule
-from mixedkv.config.mixed import did_you_mean
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.block import KVBlock
 from mixedkv.kv.cache_context import CacheContext
@@ -28,6 +27,7 @@ from mixedkv.kv.window import LiveWindow
 from mixedkv.limits import INT32_MAX
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.context_lock import ContextGate, exclusive, present
+from mixedkv.nearest_word import did_you_mean
 from mixedkv.tokens import as_tokens
 
 _TUNABLE = ("quantization_threshold", "group_size", "sink_tokens")

@@ -16,8 +16,8 @@ from mixedkv.kv.rows import (
     read_setting,
     slice_group,
     take,
+    take_int,
     take_list,
-    take_whole,
 )
 from mixedkv.limits import INT32_MAX
 
@@ -89,8 +89,8 @@ class Checkpoint:
         Raises:
             ValueError: something is missing, of another type, or does not fit the rest; the message names it.
         """
-        n = take_whole(description, "n", 1, INT32_MAX)
-        first = take_whole(description, "first", 0, n)
+        n = take_int(description, "n", 1, INT32_MAX)
+        first = take_int(description, "first", 0, n)
         groups = tuple(
             read_group(f"{prefix}{i}.", group, arrays, 0, n)
             for i, group in enumerate(take_list(description, "groups", at_least=0))

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.kv.cache import KVCache
+from mixedkv.limits import check_int
 from mixedkv.tokens import Tokens
 
 
@@ -63,6 +64,4 @@ def exact_tokens(llm: RowSource, tokens: Tokens, seq: int) -> int:
 
 def check_sequence(llm: RowSource, seq: int) -> None:
     """Check the number of a sequence: llama.cpp would end the process, or take -1 for all sequences."""
-    n = llm.context_params.n_seq_max
-    if isinstance(seq, bool) or not isinstance(seq, int) or not 0 <= seq < n:
-        raise ValueError(f"seq={seq!r}: use a number from 0 to {n - 1}")
+    check_int("seq", seq, 0, llm.context_params.n_seq_max - 1)

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from mixedkv import _core
 from mixedkv.config.mixed import UNIFORM_TYPES, ggml_type, type_block, type_name
-from mixedkv.limits import INT32_MAX
+from mixedkv.limits import INT32_MAX, check_int
 
 _SIZE_MAX = 2**20  # heads, head sizes and layers above this are not a model's
 _TEXT_MAX = 2**16
@@ -165,12 +165,12 @@ def _read_layer(
     prefix: str, description: Any, arrays: dict[str, npt.NDArray[Any]], n_rows: int, n_hot: int
 ) -> LayerRows:
     _check_mapping("layer", description)
-    il = take_whole(description, "il", 0, _SIZE_MAX)
-    n_head_kv = take_whole(description, "n_head_kv", 1, _SIZE_MAX)
-    equalization = take_whole({"equalization": 0, **description}, "equalization", 0, 2**32 - 1)
+    il = take_int(description, "il", 0, _SIZE_MAX)
+    n_head_kv = take_int(description, "n_head_kv", 1, _SIZE_MAX)
+    equalization = take_int({"equalization": 0, **description}, "equalization", 0, 2**32 - 1)
     values: dict[str, Any] = {"il": il, "n_head_kv": n_head_kv, "equalization": equalization}
     for which in ("k", "v"):
-        head_size = take_whole(description, f"head_size_{which}", 1 if which == "k" else 0, _SIZE_MAX)
+        head_size = take_int(description, f"head_size_{which}", 1 if which == "k" else 0, _SIZE_MAX)
         kind = description.get(f"type_{which}")
         if not isinstance(kind, str) or kind not in UNIFORM_TYPES:
             known = ", ".join(UNIFORM_TYPES)
@@ -178,7 +178,7 @@ def _read_layer(
                 f"layer {il}: type_{which}={kind!r} is not one of {known}: evaluate its tokens anew"
             )
         n = n_head_kv * head_size
-        rotation = take_whole(description, f"rotation_{which}", 0, _SIZE_MAX)
+        rotation = take_int(description, f"rotation_{which}", 0, _SIZE_MAX)
         if rotation and (rotation & (rotation - 1) or n % rotation):
             raise ValueError(f"layer {il}: rotation_{which}={rotation} is not a power of 2 that divides {n}")
         name = f"{prefix}{il}.{which}"
@@ -218,12 +218,12 @@ def _check_mapping(name: str, value: Any) -> None:
         raise ValueError(f"{name}: not an object")
 
 
-def take_whole(description: Any, field: str, low: int, high: int) -> int:
+def take_int(description: Any, field: str, low: int, high: int) -> int:
     _check_mapping(field, description)
-    value = description.get(field)
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{field}={value!r}: use a whole number from {low} to {high}")
-    return value
+    try:
+        return check_int(field, description.get(field), low, high)
+    except TypeError as error:  # from outside: what is described is damaged
+        raise ValueError(str(error)) from None
 
 
 def take_list(description: Any, field: str, at_least: int) -> list[Any]:

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mixedkv.bundled import model_path
-from mixedkv.config.mixed import did_you_mean
 from mixedkv.model.encoder import choose_encoder, is_encoder
 from mixedkv.model.fingerprint import sha256_of
 from mixedkv.model.packaged_model import PACKAGED
+from mixedkv.nearest_word import did_you_mean
 
 PREFIX = "hf:"
 _NAME = re.compile(r"hf:(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<file>[\w./-]+))?", re.ASCII)

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from mixedkv import _core
 from mixedkv.errors import ClosedError, ContextBusyError
-from mixedkv.limits import whole
+from mixedkv.limits import check_int
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -134,7 +134,7 @@ def exclusive(method: Callable[Concatenate[_L, _P], _R]) -> Callable[Concatenate
 def _checked(name: str, kind: Any, value: Any) -> Any:
     """Return an argument, a whole number as an int."""
     if kind is int or (kind == int | None and value is not None):
-        return whole(name, value)
+        return check_int(name, value)
     if inspect.isclass(kind) and kind.__module__.startswith("mixedkv") and not isinstance(value, kind):
         raise TypeError(f"{name}={value!r}: use a {kind.__name__}")
     return value

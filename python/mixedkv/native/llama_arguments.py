@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +11,8 @@ import llama_cpp
 import numpy as np
 from llama_cpp.llama_grammar import LlamaGrammar
 
-from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, real, whole
+from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, check_int, real
+from mixedkv.nearest_word import did_you_mean
 from mixedkv.tokens import as_tokens, check_tokens
 
 _WHOLE = {
@@ -42,8 +42,7 @@ def check_names(given: Iterable[str], function: Callable[..., object]) -> None:
         if name in _BASE:
             continue
         known = sorted((_BASE | set(inspect.signature(function).parameters)) - {"self", "kwargs"})
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f": did you mean {near[0]}?" if near else ": see help(mixedkv.Llama) and help(llama_cpp.Llama)"
+        hint = did_you_mean(name, known) or ": see help(mixedkv.Llama) and help(llama_cpp.Llama)"
         raise TypeError(f"Llama has no argument {name!r}{hint}")
 
 
@@ -58,14 +57,14 @@ def check_numbers(given: Mapping[str, Any]) -> None:
         value = given.get(name)
         if value is None and (name not in _NEEDED or name not in given):
             continue
-        if whole(name, value, low, high) < 0 and name == "n_ctx":
+        if check_int(name, value, low, high) < 0 and name == "n_ctx":
             raise ValueError(f"n_ctx={value}: use 1 or more, or 0 for what the model was trained with")
     for name in (*_REAL, *_REAL_MORE):
         real(name, given.get(name, 0.0))
 
 
 def check_sequences(n_seq_max: int, n_batch: int) -> int:
-    n_seq_max = whole("n_seq_max", n_seq_max, 1, MAX_SEQUENCES)
+    n_seq_max = check_int("n_seq_max", n_seq_max, 1, MAX_SEQUENCES)
     if n_batch < n_seq_max:
         raise ValueError(
             f"n_batch={n_batch} is less than n_seq_max={n_seq_max}: a batch must have room for a token of "
@@ -98,7 +97,7 @@ def checked_kinds(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     options = dict(given)
     if options.get("max_tokens") is not None:
-        options["max_tokens"] = whole("max_tokens", options["max_tokens"])
+        options["max_tokens"] = check_int("max_tokens", options["max_tokens"])
     for name, kind, wanted in (
         ("suffix", str, "a text"),
         ("tools", list, "a list of tools"),

@@ -15,7 +15,7 @@ from llama_cpp.llama_tokenizer import LlamaTokenizer
 
 from mixedkv import _core
 from mixedkv.errors import CLOSED, ClosedError
-from mixedkv.limits import RANGES, check_sampling, whole
+from mixedkv.limits import RANGES, check_int, check_sampling
 from mixedkv.tokens import check_tokens
 
 # llama_cpp's own is a Python function: the handler of a signal may run in it, and what that raises is lost
@@ -237,7 +237,7 @@ class SampledLlama(llama_cpp.Llama):
         for name, value in sampling.items():
             if (known := _NAMES.get(name, name)) in RANGES:
                 check_sampling(known, value, "temperature" if name == "temp" else name)
-        whole("seed", self._seed, -sys.maxsize, sys.maxsize)  # llama.cpp's is this modulo 2**32
+        check_int("seed", self._seed, -sys.maxsize, sys.maxsize)  # llama.cpp's is this modulo 2**32
         given = sampling.pop("logits_processor", None) or ()
         self.processors = Processors(given)
         wrapped = llama_cpp.LogitsProcessorList([self.processors]) if given else None

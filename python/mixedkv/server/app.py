@@ -18,9 +18,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from mixedkv import __version__
-from mixedkv.config.mixed import did_you_mean
 from mixedkv.doors.keys import Keys
 from mixedkv.doors.settings import in_words
+from mixedkv.nearest_word import did_you_mean
 from mixedkv.server.api import chat_completions, completions, context, embeddings, info
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.compat import APIS

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Protocol
 
 from mixedkv.ids import check_id, check_tenant, new_id
+from mixedkv.limits import check_int
 from mixedkv.sessions.metadata import PLAIN, Held, Key, Listed, MetadataStore, Outcome, Quota, RecordCodec
 from mixedkv.sessions.records import (
     MAX_TTL,
@@ -356,10 +357,10 @@ class ContextCacheManager:
             return None
 
     def _check_ttl(self, ttl: object) -> int:
-        if isinstance(ttl, bool) or not isinstance(ttl, int) or not 1 <= ttl <= self._max_ttl:
-            shown = ttl if isinstance(ttl, (int, float)) else type(ttl).__name__
-            raise ValueError(f"ttl={shown}: use a whole number of seconds from 1 to {self._max_ttl}")
-        return ttl
+        try:
+            return check_int("ttl", ttl, 1, self._max_ttl)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{error} (seconds)") from None
 
 
 def _key(session_id: object, tenant: str) -> Key:

@@ -11,7 +11,7 @@ import numpy as np
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.text.answer_reader import AnswerReader
 from mixedkv.engine.text.thought import ThoughtTags
-from mixedkv.limits import whole
+from mixedkv.limits import check_int
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.prompts.part import GivenPart
 from mixedkv.start.sequences import Reuse
@@ -102,9 +102,9 @@ class Request:
     def __post_init__(self) -> None:
         if not isinstance(self.reuse, bool) and self.reuse not in get_args(Reuse):
             raise ValueError(f"reuse={self.reuse!r}: use True, False, or one of {', '.join(get_args(Reuse))}")
-        whole("max_tokens", self.max_tokens, 0)
+        check_int("max_tokens", self.max_tokens, 0)
         if self.n_logprobs is not None:
-            whole("n_logprobs", self.n_logprobs, 0)
+            check_int("n_logprobs", self.n_logprobs, 0)
         if self.overflow not in get_args(Overflow):
             raise ValueError(f"overflow={self.overflow!r}: use one of {', '.join(get_args(Overflow))}")
         object.__setattr__(self, "prompt", np.asarray(self.prompt, np.int32))

@@ -18,7 +18,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
-from mixedkv.config.mixed import did_you_mean
+from mixedkv.nearest_word import did_you_mean
 from mixedkv.server.api_error import ApiError
 from mixedkv.server.fields import IGNORED
 from mixedkv.server.http.middleware import TENANT
