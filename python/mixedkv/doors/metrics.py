@@ -141,33 +141,33 @@ class Metrics(Observer):
     # --- Observer, on the engine's thread ---
 
     def started(self, job: Progress) -> None:
-        assert job.t_start is not None
-        self.queue.observe(job.t_start - job.t_submit)
+        assert job.work.t_start is not None
+        self.queue.observe(job.work.t_start - job.work.t_submit)
         self.prompt_tokens.inc(job.n_prompt)
         if self.by_tenant:
             self.tenant_prompts.labels(job.tenant).inc(job.n_prompt)
 
     def prompt_done(self, job: Progress) -> None:
-        n_cached = job.n_cached or 0
+        n_cached = job.work.n_cached or 0
         self.evaluated.inc(job.n_prompt - n_cached)
         if self.by_tenant:
             self.tenant_evaluated.labels(job.tenant).inc(job.n_prompt - n_cached)
-        if job.reuse:
+        if job.prefix.reuse:
             self.queries.inc(job.n_prompt)
             self._n_queries += job.n_prompt
-            self.approximate.inc(job.n_approximate)
-            if n_exact := job.n_cached_exact:
-                self.hits.labels(job.cached_tier).inc(n_exact)
-                self._hits[job.cached_tier] += n_exact
+            self.approximate.inc(job.work.n_approximate)
+            if n_exact := job.work.n_cached_exact:
+                self.hits.labels(job.work.cached_tier).inc(n_exact)
+                self._hits[job.work.cached_tier] += n_exact
 
     def token(self, job: Progress, now: float) -> None:
         self.generated.inc()
         if self.by_tenant:
             self.tenant_generated.labels(job.tenant).inc()
-        if job.t_last is None:
-            self.ttft.observe(now - job.t_submit)
+        if job.work.t_last is None:
+            self.ttft.observe(now - job.work.t_submit)
         else:
-            self.itl.observe(now - job.t_last)
+            self.itl.observe(now - job.work.t_last)
 
     def step(self, n_streams: int, n_prompt: int, seconds: float) -> None:
         self.steps.observe(seconds)
@@ -239,22 +239,22 @@ class Metrics(Observer):
 
     def _record(self, job: Progress, reason: str) -> None:
         now = time.perf_counter()
-        self.e2e.observe(now - job.t_submit)
+        self.e2e.observe(now - job.work.t_submit)
         self.dropped.inc(job.n_dropped)
         self.recent.append(
             {
                 "time": time.time(),
                 "tenant": job.tenant,
                 "prompt_tokens": job.n_given,
-                "cached_tokens": job.n_cached_exact,
-                "approximate_cached_tokens": job.n_approximate,
+                "cached_tokens": job.work.n_cached_exact,
+                "approximate_cached_tokens": job.work.n_approximate,
                 "dropped_tokens": job.n_dropped,
-                "cached_tier": job.cached_tier,
-                "exact": job.exact,
+                "cached_tier": job.work.cached_tier,
+                "exact": job.work.exact,
                 "completion_tokens": job.n_answer,
-                "ttft_seconds": None if job.t_first is None else job.t_first - job.t_submit,
+                "ttft_seconds": None if job.work.t_first is None else job.work.t_first - job.work.t_submit,
                 "itl_seconds": _between_tokens(job, reason),
-                "seconds": now - job.t_submit,
+                "seconds": now - job.work.t_submit,
                 "finish_reason": reason,
             }
         )
@@ -319,7 +319,7 @@ def _between_tokens(job: Progress, reason: str) -> float | None:
     """Return the seconds from one token to the next, on average; the model's end of its answer is a token
     too.
     """
-    n = job.n_chosen - 1
-    if job.t_first is None or job.t_last is None or n < 1:
+    n = job.work.n_chosen - 1
+    if job.work.t_first is None or job.work.t_last is None or n < 1:
         return None
-    return (job.t_last - job.t_first) / n
+    return (job.work.t_last - job.work.t_first) / n

@@ -367,7 +367,7 @@ class Engine:
         for job in jobs:
             self._fit(job)
             if not self.threaded:
-                job.least = 1  # nobody waits while it is loaded or stored
+                job.prefix.least = 1  # nobody waits while it is loaded or stored
             if isinstance(job, VectorJob) != bool(self.width):
                 raise ValueError("a model without vocabulary takes vectors, and no other one does")
             self._connector.check(job.request)
@@ -529,7 +529,7 @@ class Engine:
 
     def _fetch_or_put(self, job: Job) -> None:
         """Have the connector look for a job's KV first, if it may start from any; else the job begins."""
-        if job.reuse:
+        if job.prefix.reuse:
             self._fetching.add(job)
             if self._connector.fetch(job):
                 return
@@ -589,7 +589,7 @@ class Engine:
         """Return whether the connector reads KV that it found for a new job, which the context lacks. The job
         is then added later.
         """
-        if job.offer is None or job.cancelled:
+        if job.prefix.offer is None or job.cancelled:
             return False
         self._fetching.add(job)
         if self._connector.read(job, self._scheduler.match(job).n):

@@ -24,10 +24,10 @@ class Restorer:
         """Load one fetched block, so that a long chain is spread over several steps. Where rows are refused
         or wrong, the job evaluates its whole prompt.
         """
-        job = next((job for job in self._scheduler.running if job.is_loading), None)
+        job = next((job for job in self._scheduler.running if job.prefix.is_loading), None)
         if job is None:
             return
-        fetched = job.fetched
+        fetched = job.prefix.fetched
         assert isinstance(fetched, Fetched)
         doubted = fetched.doubt is not None
         try:
@@ -40,9 +40,9 @@ class Restorer:
                 self._observer.rechecked(str(error))
             self._observer.restore_failed("wrong" if isinstance(error, WrongRowsError) else "load")
             self._scheduler.refetch(job)
-        if not job.evaluated:  # not after a pause or a preemption
-            job.set_cached(job.n_rows)
-        if not job.is_loading:
+        if not job.work.evaluated:  # not after a pause or a preemption
+            job.work.set_cached(job.n_rows)
+        if not job.prefix.is_loading:
             self._observer.restored(job)
 
     def _advance(self, job: Job, fetched: Fetched) -> None:

@@ -184,8 +184,8 @@ class Stepper:
         same token.
         """
         job, n = run.job, 0
-        if not job.evaluated:
-            job.evaluated = True
+        if not job.work.evaluated:
+            job.work.evaluated = True
             self._observer.prompt_done(job)
             self._connector.evaluated(job, index)
         if job.answer.sampler is None or job.n_answer >= job.request.max_tokens:
@@ -263,7 +263,8 @@ def wanted(step: StepPlan[Job]) -> Mask | None:
         tells = job.request.n_logprobs is not None or answer.prompt_logprobs is not None
         if not (run.chooses or tells):
             continue
-        if tells or answer.sampler is None or not job.evaluated:  # a connector may read a prompt's logits
+        # a connector may read a prompt's logits
+        if tells or answer.sampler is None or not job.work.evaluated:
             return None
         thought = answer.thought
         if thought is not None and (thought.open or thought.may_begin >= 0 or run.drafts):
@@ -300,7 +301,7 @@ def go_on(
     thinks = answer.n_thought > n_thought
     now = time.perf_counter()
     observer.token(job, now)
-    job.chose(now)
+    job.work.chose(now)
     if token in answer.stop_tokens or (detokenizer.is_end(token) and not request.ignore_end):
         if request.n_logprobs is not None and request.prompt_logprobs is not None:
             row = logits_row(context, index, detokenizer.n_vocab)
@@ -311,7 +312,7 @@ def go_on(
     if answer.text.stopped:
         return delta, "stop" if answer.text.stopped_by else "length"
     is_full = len(job.tokens) >= n_ctx and not request.slides
-    is_late = answer.out_of_time(text, now - (job.t_first or now))
+    is_late = answer.out_of_time(text, now - (job.work.t_first or now))
     return delta, "length" if job.n_answer >= request.max_tokens or is_full or is_late else ""
 
 

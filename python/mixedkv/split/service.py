@@ -226,7 +226,7 @@ class SplitService:
             ids, vectors, message.n_hidden, tenant=tenant, resume=session.rows, most_cut=self._max_rollback
         )
         if kept is not None:
-            job.fetched = Fetched(kept.blocks, kept.tier, exact=True)
+            job.prefix.fetched = Fetched(kept.blocks, kept.tier, exact=True)
         try:
             with _within(self._step_seconds, "a step took more than"):
                 hidden = await self._run(job)

@@ -243,7 +243,7 @@ def fuzz(direct: Direct, n: int) -> None:
             direct.engine.cancel(jobs.pop()[0])
     for job, events in jobs:
         end_of(events)
-        assert job.exact or job.accept in ("chunks", "prefix")
+        assert job.exact or job.prefix.accept in ("chunks", "prefix")
         assert job.exact or job.n_approximate
     assert sum(job.n_approximate > 0 for job, _ in jobs) > n // 10
     direct.call(lambda: None)

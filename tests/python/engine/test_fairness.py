@@ -70,7 +70,7 @@ def test_a_paused_answer_goes_on_from_its_rows() -> None:
     n = sum(answered(desk, jobs, 40).values())
     assert n == 80
     assert desk.cells.n_evaluated - n_before < 30 + 2 * 8 + 80 + 40
-    assert [job.exact for job in jobs] == [True, True]
+    assert [job.work.exact for job in jobs] == [True, True]
 
 
 @pytest.mark.parametrize("reuse", [True, False])

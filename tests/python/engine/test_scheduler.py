@@ -52,15 +52,15 @@ def test_who_wants_what_another_evaluates_waits_for_it() -> None:
     desk.step()
     assert desk.scheduler.running == [a]
     desk.finish()
-    assert (a.n_cached, b.n_cached) == (0, 100)
-    assert b.exact
+    assert (a.work.n_cached, b.work.n_cached) == (0, 100)
+    assert b.work.exact
 
 
 def test_tenants_do_not_wait_for_each_other() -> None:
     desk = Desk(parallel=4, idle=4)
     a, b = (desk.add(range(100), tenant=name)[0] for name in "ab")
     desk.finish()
-    assert (a.n_cached, b.n_cached) == (0, 0)
+    assert (a.work.n_cached, b.work.n_cached) == (0, 0)
 
 
 def test_a_mixed_cache_takes_a_checkpoint_where_others_branch_off() -> None:
@@ -72,8 +72,8 @@ def test_a_mixed_cache_takes_a_checkpoint_where_others_branch_off() -> None:
     desk.step()
     assert rule.save_at(100, 160) in a.save_at
     desk.finish()
-    assert b.n_cached == 100
-    assert b.exact
+    assert b.work.n_cached == 100
+    assert b.work.exact
 
 
 def test_idle_prefixes_go_before_answers() -> None:

@@ -74,7 +74,7 @@ def test_only_the_rows_that_a_session_means_are_moved() -> None:
 def test_others_that_begin_alike_start_from_a_sessions_rows() -> None:
     desk = Desk()
     _evaluate(desk, _job(40, 40))
-    assert _evaluate(desk, _job(60, 60)).n_cached == 40
+    assert _evaluate(desk, _job(60, 60)).work.n_cached == 40
 
 
 def test_a_session_that_grows_token_by_token_takes_no_checkpoints() -> None:
@@ -93,7 +93,7 @@ def test_a_session_that_grows_token_by_token_takes_no_checkpoints() -> None:
 def test_rows_that_were_fetched_are_gone_on_from() -> None:
     desk = Desk()
     job = _job(41, 1)
-    job.fetched = Fetched([SimpleNamespace(tokens=job.prompt[:40])], "disk", exact=True)
+    job.prefix.fetched = Fetched([SimpleNamespace(tokens=job.prompt[:40])], "disk", exact=True)
     desk.scheduler.add([job])
     desk.scheduler.admit()
     assert desk.scheduler.running == [job]

@@ -324,5 +324,5 @@ def test_usage_is_exact_only_if_all_answers_are() -> None:
     """One of them may have made do with fewer F16 rows."""
     jobs = [Job(Request(prompt=[1, 2, 3], max_tokens=1)) for _ in range(2)]
     assert usage(jobs, 2)["prompt_tokens_details"]["cached_exact"]
-    jobs[1].exact = False
+    jobs[1].work.exact = False
     assert not usage(jobs, 2)["prompt_tokens_details"]["cached_exact"]

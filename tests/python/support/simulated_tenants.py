@@ -83,7 +83,7 @@ class Simulation:
             n_prompt, n_answer = client.make(self._rng)
             prompt = [1000 + next(self._ids), *range(n_prompt - 1)]  # shared with nobody
             (job,) = self.desk.add(prompt, max_tokens=n_answer, tenant=client.tenant)
-            job.t_submit = self.now
+            job.work.t_submit = self.now
             patience = client.leaves(self._rng) if client.leaves else float("inf")
             self._asked[job] = client, self.now, self.now + patience
 

@@ -53,7 +53,8 @@ class VectorJob(Job):
         request = Request(prompt=ids, max_tokens=0, tenant=tenant, store=False)
         super().__init__(request, deliver=deliver)
         self.vectors, self.paused = vectors, resume
-        self.first, self.goes_on, self.most_cut = self.n_prompt - len(vectors), True, most_cut
+        self.goes_on = True
+        self.prefix.first, self.prefix.most_cut = self.n_prompt - len(vectors), most_cut
         self.n_hidden = n_hidden
         self.rows = resume  # the sequence that has the session's rows
         self._pieces: list[Vectors] = []
@@ -63,7 +64,7 @@ class VectorJob(Job):
         return super().begin(seq, n_cached, exact)
 
     def inputs(self, p0: int, p1: int) -> npt.NDArray[Any]:
-        return self.vectors[p0 - self.first : p1 - self.first]
+        return self.vectors[p0 - self.prefix.first : p1 - self.prefix.first]
 
     def take_hidden(self, context: object, index: int, n: int) -> None:
         """Keep the hidden states of the job's next `n` tokens, which are in the batch from `index` on."""

@@ -76,15 +76,15 @@ class ChunkConnector(StoreConnector):
     def fetch(self, job: Job) -> bool:
         """Have the KV of a job's prompt looked for, passages included where they may be reused."""
         if job.request.keep or job.request.max_tokens == 0 or job.parts or self._passages.gate.closed:
-            job.accept = "exact" if job.accept == "chunks" else job.accept
-        elif job.accept is None:
-            job.accept = "chunks"
+            job.prefix.accept = "exact" if job.prefix.accept == "chunks" else job.prefix.accept
+        elif job.prefix.accept is None:
+            job.prefix.accept = "chunks"
         return super().fetch(job)
 
     def evaluated(self, job: Job, index: int) -> None:
         """Keep the logits of a prompt with reused passages, if the prompt will be checked."""
         gate = self._passages.gate
-        if job.n_approximate and job.method and gate.wants():
+        if job.work.n_approximate and job.work.method and gate.wants():
             logits = logits_at(self._engine.llm, index)
             gate.add(Waiting(job.prompt, logits, job.tenant))
             self._wake.set()
@@ -111,16 +111,16 @@ class ChunkConnector(StoreConnector):
         super().close()
 
     def _find(self, job: Job) -> Offer | None:
-        return super()._find(job) or (Offer(None) if job.accept == "chunks" else None)
+        return super()._find(job) or (Offer(None) if job.prefix.accept == "chunks" else None)
 
     def _is_wanted(self, job: Job, offer: Offer, n: int) -> bool:
-        return job.accept == "chunks" or super()._is_wanted(job, offer, n)
+        return job.prefix.accept == "chunks" or super()._is_wanted(job, offer, n)
 
     def _read(self, job: Job, offer: Offer, n: int) -> None:
         super()._read(job, offer, n)
-        if job.accept != "chunks":
+        if job.prefix.accept != "chunks":
             return
-        n_exact = max(job.n_fetched, n)
+        n_exact = max(job.prefix.n_fetched, n)
         options, method = self._passages.chosen(_choice(job.request))
         found = self._passages.find(job.prompt, self._identity(job.tenant), n_exact, options)
         rows = [(segment, self._rows.cut(blocks)) for segment, blocks in found]

@@ -46,14 +46,15 @@ class KVConnector(Protocol):
 
     def fetch(self, job: Job) -> bool:
         """Look for the KV of a new job's prompt; called on the submitting thread. Return False if there is
-        nothing to look for. Otherwise call `engine.ready(job)` later, with `job.offer` set if KV was found.
+        nothing to look for. Otherwise call `engine.ready(job)` later, with `job.prefix.offer` set if KV was
+        found.
         """
         ...
 
     def read(self, job: Job, n: int) -> bool:
         """Read the offer of a job of whose prompt the context has the first `n` tokens; called on the
-        engine's thread. Return False if the offer is not worth reading. Otherwise set `job.fetched` and call
-        `engine.ready(job)` later.
+        engine's thread. Return False if the offer is not worth reading. Otherwise set `job.prefix.fetched`
+        and call `engine.ready(job)` later.
         """
         ...
 

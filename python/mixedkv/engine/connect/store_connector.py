@@ -197,7 +197,7 @@ class StoreConnector:
 
     def _offload(self, job: Job, ended: bool) -> None:
         seq = job.seq
-        if seq is not None and len(seq.tokens) >= job.least and self._engine.pool.is_exact(seq):
+        if seq is not None and len(seq.tokens) >= job.prefix.least and self._engine.pool.is_exact(seq):
             tokens = np.array(seq.tokens, np.int32)
             self._n_unstored += 1
             rows = SequenceRows(seq, seq.version, tokens)
@@ -210,7 +210,7 @@ class StoreConnector:
 
     def fetch(self, job: Job) -> bool:
         """Have the KV of a job's prompt looked for; return False if the prompt is too short."""
-        if job.n_prompt <= job.least:
+        if job.n_prompt <= job.prefix.least:
             return False
         if self._engine.threaded:
             self._wanted.put(Wanted(job))
@@ -222,7 +222,7 @@ class StoreConnector:
         """Have the KV that was found for a job read, if that is worth it when the context has `n` tokens
         already.
         """
-        offer, job.offer = job.offer, None
+        offer, job.prefix.offer = job.prefix.offer, None
         assert isinstance(offer, Offer)
         if not self._is_wanted(job, offer, n):
             return False
@@ -235,7 +235,7 @@ class StoreConnector:
             return not self._closed
 
     def _is_wanted(self, job: Job, offer: Offer, n: int) -> bool:
-        return offer.has_more(n, job.least)
+        return offer.has_more(n, job.prefix.least)
 
     # --- outside ---
 
@@ -305,13 +305,13 @@ class StoreConnector:
         if wanted.job.cancelled:
             return
         if wanted.offer is None:
-            wanted.job.offer = self._find(wanted.job)
+            wanted.job.prefix.offer = self._find(wanted.job)
         else:
             self._read(wanted.job, wanted.offer, wanted.n)
 
     def _find(self, job: Job) -> Offer | None:
         tokens = job.prompt[: job.n_prompt - 1]
-        exact_only = self._engine.pool.is_exact_only(job.accept)
+        exact_only = self._engine.pool.is_exact_only(job.prefix.accept)
         identity = self._identity(job.tenant)
         match = self.store.find(identity, tokens, exact_only=exact_only)
         if match is not None and (n := job.outside_parts(match.n_tokens)) < match.n_tokens:
@@ -321,7 +321,7 @@ class StoreConnector:
     def _read(self, job: Job, offer: Offer, n: int) -> None:
         """Read a prefix, if it is long enough."""
         match = offer.match
-        if match is None or not offer.has_more(n, job.least):
+        if match is None or not offer.has_more(n, job.prefix.least):
             return
         try:
             blocks, tier = self.store.read_stored(match)
@@ -330,7 +330,7 @@ class StoreConnector:
             self._engine.observer.restore_failed("read")
             return
         doubt = self.store.recheck.doubt(match, self._engine.llm)
-        job.fetched = Fetched(self._rows.cut(blocks), tier, match.exact, doubt)
+        job.prefix.fetched = Fetched(self._rows.cut(blocks), tier, match.exact, doubt)
 
     def _put(self, finished: _Finished) -> None:
         identity = self._identity(finished.tenant)

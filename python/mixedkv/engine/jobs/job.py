@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Generic, TypeVar
 
 from mixedkv.constrain.constraint import Matcher
 from mixedkv.engine.jobs.drafter import Drafter
@@ -160,6 +160,19 @@ class Failed:
 
 Event = Delta | Done | Failed
 
+_T = TypeVar("_T")
+
+
+class _Number(Generic[_T]):
+    """A number of `Job.work`, for who reads what an answer took."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, job: Job, owner: object) -> _T:
+        value: _T = getattr(job.work, self._name)
+        return value
+
 
 class Job(Progress):
     """A request being answered: the progress of its prompt, and the state of its answer.
@@ -171,7 +184,14 @@ class Job(Progress):
     Attributes:
         message_id: id under which the stored KV of the answer is found; "" for none.
         n_stored, store_problem: tokens that were newly stored, and why others were not, or not read.
+        n_cached, exact, t_first, ...: numbers of `work`, see `WorkCounts`.
     """
+
+    n_cached, n_cached_exact, n_approximate = _Number[int | None](), _Number[int](), _Number[int]()
+    cached_tier, exact, method = _Number[str](), _Number[bool](), _Number[str]()
+    evaluated, n_chosen, t_submit = _Number[bool](), _Number[int](), _Number[float]()
+    t_start, t_first = _Number[float | None](), _Number[float | None]()
+    t_last, t_end = _Number[float | None](), _Number[float | None]()
 
     def __init__(
         self,
@@ -205,7 +225,7 @@ class Job(Progress):
         return is_first
 
     def finish(self, reason: str) -> Done:
-        self.t_end = time.perf_counter()
+        self.work.t_end = time.perf_counter()
         return self.answer.finish(reason)
 
     def close(self) -> None:

@@ -65,7 +65,7 @@ class FairQueue(Generic[P]):
     def by_turn(self, places: Mapping[str, int]) -> list[str]:
         """Return the waiting tenants that may have one more place, in the order of their turns."""
         turns = [
-            (self._level(tenant, places.get(tenant, 0) + 1), queue[0].t_submit, tenant)
+            (self._level(tenant, places.get(tenant, 0) + 1), queue[0].work.t_submit, tenant)
             for tenant, queue in self._queues.items()
             if self._may_have_more(tenant, places.get(tenant, 0))
         ]

@@ -112,10 +112,10 @@ class Scheduler(Generic[P]):
 
     def refetch(self, job: P) -> None:
         """Let a job go on without the rows that were fetched for it, if it can."""
-        job.fetched = None
+        job.prefix.fetched = None
         assert job.seq is not None
         self.pool.clear(job.seq)
-        if job.first:
+        if job.prefix.first:
             self.abandon(job)
             self._unstartable.append(job)
 
@@ -168,7 +168,7 @@ class Scheduler(Generic[P]):
             ready = (
                 job
                 for job in self.waiting.of(tenant)
-                if job not in self._moved and not (job.reuse and self._comes_soon(job))
+                if job not in self._moved and not (job.prefix.reuse and self._comes_soon(job))
             )
             job = next(ready, None)
             if job is None or (head is not None and not self._may_pass(job, head)):
@@ -197,7 +197,7 @@ class Scheduler(Generic[P]):
         loaded, in the call of `admit` that started it, and until it has made use of rows that it had lost.
         """
         jobs = (job for job in reversed(self.running) if job.tenant == tenant and job not in self._moved)
-        free = (job for job in jobs if not (job.is_loading or job.is_half_done or job.holds_place))
+        free = (job for job in jobs if not (job.prefix.is_loading or job.is_half_done or job.holds_place))
         return next(free, None)
 
     def _comes_soon(self, job: P) -> bool:
@@ -208,8 +208,8 @@ class Scheduler(Generic[P]):
         here = self.match(job).n if others else 0
         for other in others:
             n = min(common_prefix(other.prompt, job.prompt), job.n_prompt - 1, other.n_shareable)
-            if n - max(here, other.n_rows, job.n_fetched) >= _WAIT_FOR:
-                return self._worth_it(other, n, self.pool.is_exact_only(job.accept))
+            if n - max(here, other.n_rows, job.prefix.n_fetched) >= _WAIT_FOR:
+                return self._worth_it(other, n, self.pool.is_exact_only(job.prefix.accept))
         return False
 
     def _worth_it(self, other: P, n: int, exact_only: bool) -> bool:
@@ -230,17 +230,11 @@ class Scheduler(Generic[P]):
         Args:
             gives_way: a running job whose place it takes. That keeps its rows.
         """
-        match = self._match(job)
-        if max(match.n, job.n_fetched) < job.first:
+        match = self._best_start(job)
+        if match is None:
             self.waiting.remove(job)
             self._unstartable.append(job)
             return True
-        if job.fetched is None:
-            pass
-        elif match.n >= job.first and not is_better(job.n_fetched, job.fetched.exact, match, job.least):
-            job.fetched = None
-        else:
-            match = SequenceMatch(None, 0, job.fetched.exact, 0)
         n_cells = job.n_cells - match.n + _HEADROOM + self.pool.n_cells(match)
         if not self._make_room(job, n_cells, match.source, gives_way):
             return False
@@ -257,15 +251,30 @@ class Scheduler(Generic[P]):
         if match.moved and job.gap is not None:  # rows of a prompt that slid are not repaired or checked
             job.no_imports()
         else:
-            job.cut_parts(max(match.n, job.n_fetched))
+            job.cut_parts(max(match.n, job.prefix.n_fetched))
         self._plan_checkpoints(job, seq, match)
-        if (n_lost := job.n_had - max(match.n, job.n_fetched)) > 0:
+        if (n_lost := job.n_had - max(match.n, job.prefix.n_fetched)) > 0:
             job.hold_place(1 + n_lost // _REPAID)
         job.paused, job.n_had = None, 0
         self.waiting.remove(job)
         self.running.append(job)
         self._moved.add(job)
         return True
+
+    def _best_start(self, job: P) -> SequenceMatch | None:
+        """Return the rows of the context that a job starts from, or none where stored ones are better.
+        None if those that it goes on from have gone.
+        """
+        match, prefix = self._match(job), job.prefix
+        stored = prefix.fetched
+        if max(match.n, prefix.n_fetched) < prefix.first:
+            return None
+        if stored is None:
+            return match
+        if match.n >= prefix.first and not is_better(stored.n, stored.exact, match, prefix.least):
+            prefix.fetched = None
+            return match
+        return SequenceMatch(None, 0, stored.exact, 0)
 
     def _plan_checkpoints(self, job: P, seq: Sequence, match: SequenceMatch) -> None:
         pool, n = self.pool, job.n_prompt
@@ -281,15 +290,15 @@ class Scheduler(Generic[P]):
 
     def _match(self, job: P) -> SequenceMatch:
         if job.paused is not None:
-            own = self.pool.own_rows(job.paused, job.tenant, job.all_tokens, job.most_cut)
+            own = self.pool.own_rows(job.paused, job.tenant, job.all_tokens, job.prefix.most_cut)
             if own.n:
                 return own
         match = self._match_plain(job)
-        if job.long is None or job.n_cached is not None or not job.reuse:
+        if job.long is None or job.work.n_cached is not None or not job.prefix.reuse:
             return match
         # a prompt that does not fit continues its last turn, without the tokens which that has dropped
         longer, n_dropped = self.pool.match_long(job.tenant, job.long)
-        if longer.n <= max(match.n, job.n_fetched):
+        if longer.n <= max(match.n, job.prefix.n_fetched):
             return match
         if n_dropped != job.n_dropped:
             job.leave_out(job.long, n_dropped)
@@ -297,7 +306,7 @@ class Scheduler(Generic[P]):
 
     def _match_plain(self, job: P) -> SequenceMatch:
         match = NO_MATCH
-        while job.reuse and not self.pool.confirm(match := self.match(job)):
+        while job.prefix.reuse and not self.pool.confirm(match := self.match(job)):
             pass
         return match
 
@@ -305,11 +314,11 @@ class Scheduler(Generic[P]):
         """Return the best start that the context has for a job. The search is repeated only if sequences have
         changed.
         """
-        state = self.pool.stamp, len(job.tokens), job.n_dropped
-        if job.matched is None or job.matched[0] != state:
+        prefix, state = job.prefix, (self.pool.stamp, len(job.tokens), job.n_dropped)
+        if prefix.matched is None or prefix.matched[0] != state:
             options = job.request.reuse_options
-            job.matched = state, self.pool.match(job.tenant, job.all_tokens, job.accept, options)
-        match: SequenceMatch = job.matched[1]
+            prefix.matched = state, self.pool.match(job.tenant, job.all_tokens, prefix.accept, options)
+        match: SequenceMatch = prefix.matched[1]
         return match
 
     def _make_room(self, job: P, n_cells: int, spare: Sequence | None, gives_way: P | None = None) -> bool:
@@ -351,7 +360,7 @@ class Scheduler(Generic[P]):
 
     def plan(self) -> StepPlan[P]:
         """Plan the next step: a token of every answer, and slices of prompts as the pace allows."""
-        ready = [job for job in self.running if not job.is_loading]
+        ready = [job for job in self.running if not job.prefix.is_loading]
         ready = [job for job in ready if job.alone][:1] or ready
         step = StepPlan([Run(job, 1, chooses=True) for job in ready if job.n_remaining == 1])
         step.n_streams = len(step.runs)
@@ -409,14 +418,14 @@ class Scheduler(Generic[P]):
         assert job.seq is not None
         job.no_imports()
         self.pool.clear(job.seq)
-        job.set_cached(0)
+        job.work.set_cached(0)
 
     def _add_rows(self, job: P, n: int) -> Sequence | None:
         """Count new rows; return the sequence if a checkpoint of it is to be taken now."""
         seq = job.seq
         assert seq is not None
         seq.tokens.extend(job.tokens[job.n_rows : job.n_rows + n])
-        job.exact = job.exact and self.pool.is_exact(seq, len(seq.tokens) - n)
+        job.work.exact = job.work.exact and self.pool.is_exact(seq, len(seq.tokens) - n)
         return seq if job.n_rows in job.save_at else None
 
     def save(self) -> None:
@@ -454,7 +463,7 @@ class Scheduler(Generic[P]):
         seq = job.seq
         assert seq is not None
         job.drop(begin, end)
-        job.exact = False
+        job.work.exact = False
         if self.pool.can_move:
             self._close_gap(seq, begin, end)
         else:
@@ -507,7 +516,7 @@ class Scheduler(Generic[P]):
 
     def _wait_again(self, job: P) -> None:
         job.seq = None
-        job.fetched = None
+        job.prefix.fetched = None
         job.no_imports()
         self.waiting.appendleft(job)
         self._moved.add(job)
