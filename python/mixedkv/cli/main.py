@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 from mixedkv import __version__, _core
 from mixedkv._native import processor_plugin
 from mixedkv._signals import raise_at_ctrl_c
-from mixedkv.cli.words import as_options, unknown
+from mixedkv.cli.words import as_options, is_model, unknown
 from mixedkv.errors import EngineError
+from mixedkv.nearest_word import did_you_mean
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
@@ -27,12 +28,31 @@ _COMMANDS = {
     "run": "generate text from a prompt",
     "chat": "talk to a model, and go on another day",
     "pull": "download a model",
-    "models": "list the models on this machine",
+    "models": "list the models on this machine, and what each can do",
+    "rm": "remove a downloaded model",
     "info": "show what each cache would take",
     "serve": "serve a model over HTTP, as OpenAI does",
+    "ps": "list the models that a running server has in memory",
+    "stop": "unload a model of a running server",
     "split": "run a model on two machines: layers and cache on one, embeddings and output head on the other",
     "cache": "list, check and clean stored KV",
     "bench": "measure speed, memory, quality and recall of cache settings, kept KV, the server",
+    "help": "show the options of a command",
+}
+_ALSO = {"models": ["list", "ls"], "info": ["show"]}  # names of the same commands in other programs
+_INSTEAD = {  # commands of other programs
+    "create": "there is nothing to create: give --system, --lora or --chat-format to run, chat or serve",
+    "cp": "a model's name is its file's: serve it under another with mixedkv serve -m NAME=FILE",
+    "push": "upload with the program of your hub, e.g. hf upload",
+    "load": "a server loads a model when a request names it: mixedkv serve",
+    "unload": "use mixedkv stop MODEL",
+    "status": "use mixedkv ps",
+    "get": "use mixedkv pull NAME",
+    "download": "use mixedkv pull NAME",
+    "start": "use mixedkv serve",
+    "server": "use mixedkv serve",
+    "version": "use mixedkv --version",
+    "quantize": "use llama.cpp's program llama-quantize",
 }
 
 
@@ -124,6 +144,12 @@ class _Parser(argparse.ArgumentParser):
             return []
         return super()._get_option_tuples(option_string)
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Answer a word that is no command with what was meant, and not with a list alone."""
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            self.error(unknown_command(str(value), list(action.choices), self.prog))
+        super()._check_value(action, value)
+
     def error(self, message: str) -> NoReturn:
         print(f"mixedkv: error: {message} (see {self.prog} --help)", file=sys.stderr)
         raise SystemExit(EXIT_BAD_INPUT)
@@ -138,8 +164,19 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version_line())
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, text in _COMMANDS.items():
-        commands.add_parser(name, help=text, module=f"mixedkv.cli.{name}_command").set_defaults(called=name)
+        module, also = f"mixedkv.cli.{name}_command", _ALSO.get(name, [])
+        commands.add_parser(name, aliases=also, help=text, module=module).set_defaults(called=name)
     return parser
+
+
+def unknown_command(word: str, known: Sequence[str], program: str) -> str:
+    """Return what is said of a word that is no command."""
+    if program == "mixedkv":
+        if instead := _INSTEAD.get(word):
+            return f"there is no command {word}: {instead}"
+        if is_model(word):
+            return f"there is no command {word!r}: to talk to a model, write mixedkv run {word}"
+    return f"there is no command {word!r}{did_you_mean(word, known)}: use {', '.join(known)}"
 
 
 def _version_line() -> str:

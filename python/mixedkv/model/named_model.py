@@ -68,7 +68,9 @@ def hub_model(name: str, *, refresh: bool = False) -> Path:
     files, trouble = _files(repo)
     file = choose(files, found["file"] or "", name, trouble)
     encoder = choose_encoder(files)
-    paths = [_download(repo, part, name) for part in (*_parts(file, files), *([encoder] if encoder else ()))]
+    paths = [
+        _download(repo, part, name) for part in (*parts_of(file, files), *([encoder] if encoder else ()))
+    ]
     return paths[0]
 
 
@@ -132,7 +134,7 @@ def kept_models() -> list[KeptModel]:
                 for each in revision.files
             }
             for file in filter(_is_model, sizes):
-                parts = _parts(file, list(sizes))
+                parts = parts_of(file, list(sizes))
                 if all(part in sizes for part in parts):
                     name = f"{PREFIX}{repo.repo_id}:{file}"
                     size = sum(sizes[part] for part in parts)
@@ -147,7 +149,8 @@ def _is_model(file: str) -> bool:
     return file.endswith(".gguf") and is_first and not is_encoder(file)
 
 
-def _parts(file: str, files: Sequence[str]) -> list[str]:
+def parts_of(file: str, files: Sequence[str]) -> list[str]:
+    """Return the files that a model is made of: itself, or all parts of a split one."""
     if (part := _PART.fullmatch(file)) is None:
         return [file]
     return [

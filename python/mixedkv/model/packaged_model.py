@@ -97,6 +97,10 @@ class PackagedModel:
         path = self._file("F16")
         return path if path.exists() else None
 
+    def is_own(self, path: Path) -> bool:
+        """Return whether a file lies in the cache folder, and not in an installed package."""
+        return path.parent == self._folder
+
     @property
     def _folder(self) -> Path:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -58,9 +58,11 @@ def test_a_model_is_pulled_once_and_listed(hub: LocalHub, tmp_path: Path) -> Non
     assert mixedkv(hub, tmp_path, "pull", "hf:me/tiny:tiny.gguf")[0].strip() == path
     assert [part for _, part in hub.downloads()] == [""]
     listed = mixedkv(hub, tmp_path, "models")[0].splitlines()
-    assert listed[0].split()[0] == "(bundled)"
+    assert listed[0].split() == ["name", "size", "can", "source", "file"]
+    assert listed[1].split()[0] == "(bundled)"
     (line,) = (line for line in listed if "hf:me/tiny:tiny.gguf" in line)
     assert line.endswith(path)
+    assert " chat  Hugging Face " in line
     assert mixedkv(hub, tmp_path, "pull", "me/tiny", offline=True)[0].strip() == path
 
 
@@ -136,6 +138,23 @@ def test_all_parts_of_a_split_model_come(hub: LocalHub, tmp_path: Path) -> None:
     path = Path(mixedkv(hub, tmp_path, "pull", "me/many:b-Q8_0-00001-of-00002.gguf")[0].strip())
     assert sorted(each.name for each in path.parent.iterdir()) == [Path(name).name for name in SPLIT]
     assert "b-Q8_0-00001" in mixedkv(hub, tmp_path, "models")[0]
+
+
+def test_models_are_removed_whole_or_by_file(hub: LocalHub, tmp_path: Path) -> None:
+    tiny = Path(mixedkv(hub, tmp_path, "pull", "me/tiny")[0].strip())
+    assert mixedkv(hub, tmp_path, "rm", "me/tiny")[0].startswith("me/tiny: removed, 4.8 MiB")
+    assert not tiny.exists()
+    assert "is not on this machine" in mixedkv(hub, tmp_path, "rm", "me/tiny", code=2)[1]
+    small = Path(mixedkv(hub, tmp_path, "pull", "me/many:Q4_K_M")[0].strip())
+    split = Path(mixedkv(hub, tmp_path, "pull", "me/many:b-Q8_0-00001-of-00002.gguf")[0].strip())
+    said = mixedkv(hub, tmp_path, "rm", f"hf:me/many:{SPLIT[0]}")[0]
+    assert said.startswith(f"hf:me/many:{SPLIT[0]}: removed, ")
+    assert list(split.parent.glob("*.gguf")) == []  # both parts
+    assert small.read_bytes() == SMALL  # whose blob is the same
+    assert "me/many:a-Q4_K_M.gguf" in mixedkv(hub, tmp_path, "models")[0]
+    assert "me/many" in mixedkv(hub, tmp_path, "rm", "hf:me/many:a-Q4_K_M.gguf")[0]
+    assert "me/many" not in mixedkv(hub, tmp_path, "ls")[0]
+    assert not small.exists()
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,10 @@ def _lines() -> Iterator[str]:
     yield "| command | |"
     yield "|---|---|"
     for each in commands._choices_actions:
-        yield f"| [`mixedkv {each.dest}`](#mixedkv-{each.dest}) | {_cell(each.help)} |"
-    for parser in commands.choices.values():
+        also = [name for name, one in commands.choices.items() if one is commands.choices[each.dest]][1:]
+        names = f", also `{'`, `'.join(also)}`" if also else ""
+        yield f"| [`mixedkv {each.dest}`](#mixedkv-{each.dest}){names} | {_cell(each.help)} |"
+    for parser in dict.fromkeys(commands.choices.values()):
         parser.add_arguments()
         yield from _section(parser, "##")
 
