@@ -395,6 +395,9 @@ def test_a_verbose_answer_tells_its_prompt(server: Server, path: str) -> None:
     assert PROMPT in told["prompt"]
     assert (told["tokens_predicted"], told["generation_settings"]["n_predict"]) == (2, 2)
     assert "__verbose" not in server.post(path, {**body, "verbose": False})
+    if path == "/v1/completions":  # OpenAI's default
+        default = server.post(path, {"prompt": PROMPT, "verbose": True})["__verbose"]
+        assert default["generation_settings"]["n_predict"] == 16
     assert server.status("POST", path, {**body, "verbose": True, "stream": True}) == 400
 
 
