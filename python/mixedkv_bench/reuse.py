@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from mixedkv.chunks import ChunkCache, ChunkReuse
 from mixedkv.chunks.gate import Deviation, compare, follow
 from mixedkv.chunks.repair import Method
+from mixedkv.engine import Generation, PromptCache
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import padded
 from mixedkv.llama import Llama
@@ -97,7 +97,7 @@ class _Results:
     """Results of one workload, donor and method, by case."""
 
     method: Method | None
-    reuses: list[ChunkReuse] = field(default_factory=list)
+    reuses: list[Generation] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
     deviations: list[list[Deviation]] = field(default_factory=list)
@@ -185,12 +185,12 @@ def _measure_case(llm: Llama, case: Case, results: Sequence[_Results], seed: int
             llm.kv.clear()
             llm.eval(tokens.tolist())
             store.save(llm, identity=Identity.of(llm))
-        cache = ChunkCache(llm, store, repair="none", check=0)
+        cache = PromptCache(llm, store, reuse="chunks", repair="none", check=0.0)
         cache.refresh()  # as requests do while they are stored: before the clock runs
         full, others = results[0], list(results[1:])
         llm.kv.clear()
-        alone = ChunkCache(llm, _EMPTY, repair="none", check=0)
-        _timed(full, lambda: alone.prefill(case.prompt, reuse="exact"))
+        alone = PromptCache(llm)
+        _timed(full, lambda: alone.prefill(case.prompt))
         answer, exact = follow(llm, _ANSWER)
         full.deviations.append([Deviation(0.0, True)] * _FOLLOWED)
         full.correct += _is_right(llm, answer, case)
@@ -206,10 +206,7 @@ def _measure_case(llm: Llama, case: Case, results: Sequence[_Results], seed: int
                 one.correct += _is_right(llm, follow(llm, _ANSWER)[0], case)
 
 
-_EMPTY = KVStore(None, max_ram_bytes=0)
-
-
-def _timed(each: _Results, prefill: Callable[[], ChunkReuse]) -> None:
+def _timed(each: _Results, prefill: Callable[[], Generation]) -> None:
     begin, cpu = time.perf_counter(), time.process_time()
     each.reuses.append(prefill())
     each.seconds.append(time.perf_counter() - begin)
@@ -220,6 +217,17 @@ def _is_right(llm: Llama, tokens: list[int], case: Case) -> bool:
     """Return whether the answer is the one that was taught, word for word, up to the end of the turn."""
     text = llm.detokenize(tokens, special=True).decode(errors="replace")
     return text.split("<|end|>")[0].strip() == case.answer
+
+
+def _evaluated(done: Generation) -> float:
+    """Return the tokens that were evaluated, by those of the prompt."""
+    return (done.chunks.n_evaluated if done.chunks else done.evaluated) / done.prompt_tokens
+
+
+def _repaired(done: Generation) -> float:
+    """Return the part of that which is the repair's."""
+    chunks = done.chunks
+    return (chunks.n_evaluated - chunks.n_new) / done.prompt_tokens if chunks else 0.0
 
 
 def _row(
@@ -242,13 +250,13 @@ def _row(
             "workload": workload,
             "donor": donor,
             "method": method.repair if method else "full",
-            "ratio": float(np.mean([reuse.ratio for reuse in each.reuses])) if method else 0.0,
+            "ratio": float(np.mean([done.chunks.ratio if done.chunks else 0.0 for done in each.reuses])),
             "overlap_k": method.overlap if method else 0,
             "n_cases": n,
-            "n_prompt": int(np.median([reuse.n_tokens for reuse in each.reuses])),
-            "evaluated": float(np.mean([reuse.evaluated_ratio for reuse in each.reuses])),
-            "repaired": float(np.mean([reuse.repaired_ratio for reuse in each.reuses])),
-            "approximate": float(np.mean([r.n_cached_approximate / r.n_tokens for r in each.reuses])),
+            "n_prompt": int(np.median([done.prompt_tokens for done in each.reuses])),
+            "evaluated": float(np.mean([_evaluated(done) for done in each.reuses])),
+            "repaired": float(np.mean([_repaired(done) for done in each.reuses])),
+            "approximate": float(np.mean([r.approximate / r.prompt_tokens for r in each.reuses])),
             "ttft": float(np.median(each.seconds)),
             "vs_cold": float(np.median([a / b for a, b in zip(each.seconds, full.seconds, strict=False)])),
             "cpu_vs_cold": float(np.median([a / b for a, b in zip(each.cpu, full.cpu, strict=False)])),

@@ -1,11 +1,11 @@
-"""Reuses passages of a prompt that were computed in other prompts: `ChunkCache`. See docs/passages.md."""
+"""Finds, moves and repairs chunks of a prompt that were computed in other prompts, for a `PromptCache` with
+reuse="chunks". See docs/passages.md.
+"""
 
-from mixedkv.chunks.chunk_cache import ChunkCache
 from mixedkv.chunks.chunk_reuse import ChunkReuse
 from mixedkv.chunks.verify import CorrectnessReport, verify_correctness
 
 __all__ = [
-    "ChunkCache",
     "ChunkReuse",
     "CorrectnessReport",
     "verify_correctness",

@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from mixedkv.chunks.repair import Method
@@ -20,14 +21,21 @@ class ChunkPart:
         rows: the chunks and their rows, in order; at least one.
         method: how they are repaired.
         n_prompt: tokens of the prompt.
+        note: told what was put together, or the error because of which nothing was.
     """
 
     kind: ClassVar[str] = "chunks"
     can_cut: ClassVar[bool] = True
     optional: ClassVar[bool] = True
 
-    def __init__(self, rows: Rows, method: Method, n_prompt: int) -> None:
-        self._rows, self._method, self._n_prompt = rows, method, n_prompt
+    def __init__(
+        self,
+        rows: Rows,
+        method: Method,
+        n_prompt: int,
+        note: Callable[[Stitch | Exception], None] = lambda _: None,
+    ) -> None:
+        self._rows, self._method, self._n_prompt, self._note = rows, method, n_prompt, note
         self.begin = rows[0][0].begin
         self._stitch: Stitch | None = None
 
@@ -50,7 +58,7 @@ class ChunkPart:
     def after(self, begin: int, n: int) -> tuple[int, ChunkPart] | None:
         if not (rows := behind(self._rows, n)):
             return None
-        part = ChunkPart(rows, self._method, self._n_prompt)
+        part = ChunkPart(rows, self._method, self._n_prompt, self._note)
         return part.begin, part
 
     def evaluate(self, llm: Llama, prompt: Tokens, begin: int, seq: int, n: int) -> Outcome:
@@ -59,6 +67,8 @@ class ChunkPart:
                 self._stitch = Stitch(llm, prompt, self._rows, begin, self._method, seq)
             if self._stitch.advance(n):
                 return Outcome("goes on")
+            self._note(self._stitch)
             return Outcome("done", n_reused=int(self._stitch.kept.sum()))
         except Exception as error:  # whatever is wrong with rows from elsewhere: they are only a shortcut
+            self._note(error)
             return Outcome("given up", error=error)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from mixedkv.chunks.donors import Segment
 
 Repair = Literal["none", "seam", "cacheblend", "query"]
 REPAIRS: tuple[Repair, ...] = get_args(Repair)
@@ -26,50 +32,37 @@ class DonorUse:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkReuse:
-    """Tells which tokens of a prompt were reused, repaired and evaluated.
+    """Tells how chunks of a prompt were put together.
 
     Args:
-        exact: every row equals that of an evaluation from the first token.
-        n_tokens: of the prompt.
-        n_cached_exact: tokens at its beginning with exact rows that were live or stored.
-        n_cached_approximate: tokens whose rows were computed in another prompt and are used as they are.
-        n_exact: tokens at its beginning with exact rows, cached or evaluated.
-        n_new: tokens that neither the cache nor a donor had: every method evaluates them.
-        n_evaluated: tokens that were evaluated, counting twice what was evaluated twice.
-        method: how the seams were repaired; "none" where nothing was approximate.
+        method: how the seams were repaired.
         ratio: the share of reused tokens that the method evaluates again.
-        donors: where the approximate rows come from.
-        seconds: time of the call.
-        reason: why chunks were not used although there were some; "" otherwise.
+        n_exact: tokens at the prompt's beginning with exact rows, cached or evaluated.
+        n_new: tokens that neither the cache nor a donor had: every method evaluates them.
+        n_evaluated: tokens of the prompt that were evaluated, counting twice what was evaluated twice.
+        segments: the chunks, in order.
+        kept: which of the prompt's rows come from a donor, bool [n].
     """
 
-    exact: bool
-    n_tokens: int
-    n_cached_exact: int
-    n_cached_approximate: int
+    method: Repair
+    ratio: float
     n_exact: int
     n_new: int
     n_evaluated: int
-    method: Repair
-    ratio: float
-    donors: tuple[DonorUse, ...]
-    seconds: float
-    reason: str = ""
+    segments: tuple[Segment, ...] = field(repr=False)
+    kept: npt.NDArray[np.bool_] = field(repr=False, compare=False)
 
     @property
-    def reuse_ratio(self) -> float:
-        """Share of the tokens that were not evaluated."""
-        return (self.n_cached_exact + self.n_cached_approximate) / self.n_tokens
+    def donors(self) -> tuple[DonorUse, ...]:
+        """Stored entries that the approximate rows come from."""
+        return tuple(_use(segment) for segment in self.segments)
 
-    @property
-    def evaluated_ratio(self) -> float:
-        """Evaluated tokens divided by the prompt's tokens."""
-        return self.n_evaluated / self.n_tokens
 
-    @property
-    def repaired_ratio(self) -> float:
-        """Share of the prompt's tokens that the repair evaluated: all evaluated ones except new ones."""
-        return (self.n_evaluated - self.n_new) / self.n_tokens
+def _use(segment: Segment) -> DonorUse:
+    link = next(link for link in segment.source.links if link.end > segment.at)
+    return DonorUse(
+        begin=segment.begin, end=segment.end, entry=link.entry, at=segment.at, common_left=segment.common_left
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,5 @@
 """Finds passages of a prompt that were computed in other prompts, and decides whether they may be used and
-how they are repaired. Both `ChunkCache` and the engine use this.
+how they are repaired. A `ChunkConnector` uses this.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class Passages:
         gate: whether passages may be used.
 
     Raises:
-        UnsupportedModelError, ValueError: as `ChunkCache`.
+        UnsupportedModelError: rows of this model cannot be moved, or the method needs another cache.
+        ValueError: a setting is out of range.
     """
 
     def __init__(self, llm: Llama, store: KVStore, **options: Any) -> None:

@@ -50,6 +50,7 @@ class Stitch:
         seq: the sequence.
 
     Attributes:
+        method, segments, n_exact: as given; the segments are those of the rows.
         kept: which rows come from a donor, bool [n]; known at the end.
         n_left: about how many tokens are still to be evaluated.
     """
@@ -57,10 +58,10 @@ class Stitch:
     def __init__(
         self, llm: Llama, tokens: Tokens, rows: Rows, n_exact: int, method: Method, seq: int = 0
     ) -> None:
-        self._llm, self._tokens, self._rows, self._method, self._seq = llm, tokens, rows, method, seq
-        self._n_exact = n_exact
-        self._segments = [segment for segment, _ in rows]
-        self._reused = covered(self._segments, len(tokens))
+        self._llm, self._tokens, self._rows, self.method, self._seq = llm, tokens, rows, method, seq
+        self.n_exact = n_exact
+        self.segments = [segment for segment, _ in rows]
+        self._reused = covered(self.segments, len(tokens))
         self.kept = np.zeros(len(tokens), np.bool_)
         self._work = 0.0
         self._share = method.share_of(len(tokens))
@@ -86,7 +87,7 @@ class Stitch:
 
     def _run(self) -> _Work[None]:
         kv, wanted = self._llm.kv, None
-        if self._method.repair == "cacheblend":
+        if self.method.repair == "cacheblend":
             wanted = yield from self._deviation()
         for segment, blocks in self._rows:
             for block in blocks:
@@ -94,8 +95,8 @@ class Stitch:
                 yield
         chosen = yield from self._choose(wanted)
         self.kept = self._reused & ~chosen
-        begin = self._n_exact
-        if self._method.repair == "query":
+        begin = self.n_exact
+        if self.method.repair == "query":
             begin = yield from self._correct(begin, chosen)
         yield from self._replace(begin, len(self._tokens) - 1)
 
@@ -106,12 +107,12 @@ class Stitch:
         """
         kv, seq, tokens = self._llm.kv, self._seq, self._tokens
         views, due = corrected_layers(kv), list[tuple[Drift, Segment, int, int]]()
-        for i, segment in enumerate(self._segments):
+        for i, segment in enumerate(self.segments):
             drift = Drift(kv, views, seq, segment.begin, segment.end, chosen[segment.begin : segment.end])
             for low, high in pieces(len(segment)):
                 due.append((drift, segment, low, high))
                 n = sum(p1 - p0 for *_, p0, p1 in due)
-                if high == len(segment) and i + 1 < len(self._segments) and n < _TOGETHER:
+                if high == len(segment) and i + 1 < len(self.segments) and n < _TOGETHER:
                     continue
                 yield from self._replace(begin, segment.begin + high)
                 begin = segment.begin + high
@@ -128,16 +129,16 @@ class Stitch:
         yield from self._evaluate(np.flatnonzero(~self.kept[begin:end]) + begin)
 
     def _choose(self, deviation: Floats | None) -> _Work[Mask]:
-        n, method = len(self._tokens), self._method
+        n, method = len(self._tokens), self.method
         if method.repair == "none":
             return np.zeros(n, np.bool_)
         if method.repair == "query":
             looks = yield from self._attention()
             looks /= max(float(looks[self._reused].mean()), 1e-9)
-            scores = worth(looks, self._segments, method.overlap)
+            scores = worth(looks, self.segments, method.overlap)
             return spread(scores, looks, self._reused, self._share)
         last = method.overlap if method.repair == "seam" else 0
-        chosen = at_seams(self._segments, n, first=method.overlap, last=last)
+        chosen = at_seams(self.segments, n, first=method.overlap, last=last)
         if deviation is not None:
             deviation[self._reused] -= self._values()
             chosen |= most(np.square(deviation).sum(axis=1), self._reused & ~chosen, self._share)
@@ -149,11 +150,11 @@ class Stitch:
         the answer repeats.
         """
         n, llm = len(self._tokens), self._llm
-        begin = max(self._segments[-1].end, n - _QUESTION)
+        begin = max(self.segments[-1].end, n - _QUESTION)
         mass = yield from self._evaluate(np.arange(begin, n), watch=n, logits=True)
         drafted, last, looks = 0, int(self._tokens[-1]), np.zeros(n, np.float32)
         pairs = {
-            pair for each in self._segments for pair in pairwise(self._tokens[each.begin : each.end].tolist())
+            pair for each in self.segments for pair in pairwise(self._tokens[each.begin : each.end].tolist())
         }
         paid = max(2, n // _PER_DRAFTED)
         while drafted < min(_DRAFT, llm.n_ctx() - n):
@@ -174,16 +175,16 @@ class Stitch:
         segments.
         """
         n = len(self._tokens)
-        yield from self._evaluate(np.arange(self._n_exact, n), last_layer=self._layer())
-        values = np.zeros((n, self._values_at(self._n_exact).shape[1]), np.float32)
-        values[self._n_exact :] = self._values_at(self._n_exact)
+        yield from self._evaluate(np.arange(self.n_exact, n), last_layer=self._layer())
+        values = np.zeros((n, self._values_at(self.n_exact).shape[1]), np.float32)
+        values[self.n_exact :] = self._values_at(self.n_exact)
         values[~self._reused] = 0
-        self._llm.kv.remove(self._seq, self._n_exact)
+        self._llm.kv.remove(self._seq, self.n_exact)
         return values
 
     def _values(self) -> npt.NDArray[np.float32]:
         """Return V of the rows that were loaded, float32 [n of the segments, width]."""
-        return np.concatenate([self._values_at(each.begin, each.end) for each in self._segments])
+        return np.concatenate([self._values_at(each.begin, each.end) for each in self.segments])
 
     def _values_at(self, p0: int, p1: int = -1) -> npt.NDArray[np.float32]:
         rows = self._llm.kv.layer(self._layer()).v(self._seq, p0, p1, basis="model")

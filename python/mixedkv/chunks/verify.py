@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, overload
+from typing import Any, Protocol, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.chunks.chunk_cache import ChunkCache, Prompt
 from mixedkv.chunks.chunk_reuse import ChunkReuse, Repair
 from mixedkv.chunks.donors import Segment
 from mixedkv.chunks.gate import compare, follow
@@ -24,6 +23,7 @@ from mixedkv.chunks.repair import Method
 from mixedkv.config.mixed import type_bits
 from mixedkv.llama import Llama
 
+Prompt = str | npt.ArrayLike
 Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 Tensor: TypeAlias = tuple[int, str]  # a layer and "K" or "V"
@@ -232,6 +232,27 @@ def _finite(errors: npt.NDArray[np.float64]) -> Floats:
     return found
 
 
+class Filled(Protocol):
+    """The part of a `Generation` that says how its prompt was filled."""
+
+    @property
+    def chunks(self) -> ChunkReuse | None: ...
+
+    @property
+    def kv_reuse_ratio(self) -> float: ...
+
+
+class FillsSequence(Protocol):
+    """The part of a `PromptCache` that is verified."""
+
+    @property
+    def llm(self) -> Llama: ...
+
+    def prefill(
+        self, prompt: Prompt, *, reuse: Any = None, method: Any = None, tenant: str | None = None
+    ) -> Filled: ...
+
+
 _AS_STORED = Method(repair="none")
 
 
@@ -249,7 +270,7 @@ class PromptCheck:
         damaged: positions whose rows are wrong.
     """
 
-    reuse: ChunkReuse
+    reuse: Filled
     kld: float
     same_top1: float
     first_diverging: int | None
@@ -300,11 +321,11 @@ class CorrectnessReport(Sequence[PromptCheck]):
     @property
     def reuse_ratio(self) -> float:
         """Mean share of the prompts' tokens that was not evaluated."""
-        return float(np.mean([check.reuse.reuse_ratio for check in self.checks])) if self.checks else 0.0
+        return float(np.mean([check.reuse.kv_reuse_ratio for check in self.checks])) if self.checks else 0.0
 
     def __str__(self) -> str:
         lines = [
-            f"prompt {i}: {check.problem or 'ok'}; {check.reuse.reuse_ratio:.0%} reused, "
+            f"prompt {i}: {check.problem or 'ok'}; {check.reuse.kv_reuse_ratio:.0%} reused, "
             f"KLD {check.kld:.2g}, {check.same_top1:.0%} of first choices the same"
             for i, check in enumerate(self.checks)
         ]
@@ -312,7 +333,7 @@ class CorrectnessReport(Sequence[PromptCheck]):
 
 
 def verify_correctness(
-    cache: ChunkCache,
+    cache: FillsSequence,
     prompts: Sequence[Prompt],
     method: Method | Repair | None = None,
     *,
@@ -323,7 +344,7 @@ def verify_correctness(
     """Evaluate each prompt fully and with reuse, and compare.
 
     Args:
-        cache: the cache to verify.
+        cache: the `PromptCache` to verify, with reuse="chunks" on a plain `Llama`.
         prompts: texts or token ids.
         method: how seams are repaired, a `Method` or the name of a repair; None is the cache's own.
         n_gen: number of tokens after each prompt to compare; they are those that full evaluation chooses.
@@ -339,7 +360,7 @@ def verify_correctness(
 
 
 def _check(
-    cache: ChunkCache,
+    cache: FillsSequence,
     prompt: Prompt,
     method: Method | Repair | None,
     n_gen: int,
@@ -354,9 +375,10 @@ def _check(
     reuse = cache.prefill(prompt, tenant=tenant, method=method)
     _, other = follow(llm, n_gen, tokens)
     llm.kv.remove(0)
-    cache.prefill(prompt, tenant=tenant, method=_AS_STORED)  # a repair would have moved the rows it keeps
-    found, at = all_rows(llm), np.flatnonzero(cache.kept)
-    again = evaluate_donors(llm, cache.placed, len(cache.kept)) if len(at) else {}
+    # a repair would have moved the rows it keeps
+    stored = cache.prefill(prompt, tenant=tenant, method=_AS_STORED).chunks
+    found, at = all_rows(llm), np.flatnonzero(stored.kept) if stored is not None else np.zeros(0, np.int64)
+    again = evaluate_donors(llm, stored.segments, len(stored.kept)) if stored is not None and len(at) else {}
     errors = row_errors(llm, found, full, again, at)
     deviations = [compare(a, b) for a, b in zip(exact, other, strict=True)]
     kld = float(np.mean([each.kld for each in deviations]))

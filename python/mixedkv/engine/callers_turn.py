@@ -22,6 +22,7 @@ from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.engine.stepping import Stepper
 from mixedkv.errors import ContextBusyError, StoppedError, UnsupportedModelError
 from mixedkv.llama import Llama
+from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.start.sequences import NO_MATCH, SequencePool
 from mixedkv.tokens import common_prefix
 
@@ -49,8 +50,7 @@ class CallersTurn:
         fail: ends all jobs with an error.
 
     Attributes:
-        goes_on: what others evaluate behind the sequence's tokens belongs to it: a prompt was evaluated for
-            the caller, who goes on by himself.
+        goes_on: what others evaluate behind the sequence's tokens belongs to it, see `hand_over`.
         stepping: a step is under way, which nothing may be called in.
         signal_came: a signal waits for the end of this turn.
     """
@@ -104,6 +104,17 @@ class CallersTurn:
                 future.set_exception(error)
         return future
 
+    def hand_over(self, n_exact: int | None) -> None:
+        """Let the caller go on by himself from what the sequence holds.
+
+        Args:
+            n_exact: its first tokens whose rows are exact; None for all.
+        """
+        self.goes_on = True
+        if n_exact is not None:
+            self._llm.kv.limit_exact(n_exact)
+        _llama_cpp.has_logits(self._llm)
+
     def take_back(self) -> None:
         """Remove the rows of a step that did not end."""
         n = len(self._seq.tokens)
@@ -116,13 +127,14 @@ class CallersTurn:
 
     def _take(self, before: int) -> None:
         seq, llm = self._seq, self._llm
+        goes_on, self.goes_on = self.goes_on, False
         if not seq.running:  # the window may have been changed
             self._pool.rule = replace(llm.kv.cut_rule, window=llm.kv.config.window)
         left, live = np.array(seq.tokens, np.int32), self._live()
         n = common_prefix(left, live)
         if n == len(left) == len(live) and before == self._left:
             return
-        if self.goes_on and not seq.running and n == len(left) and n:
+        if goes_on and not seq.running and n == len(left) and n:
             seq.tokens = array("i", live.tobytes())
             seq.version += 1
             return

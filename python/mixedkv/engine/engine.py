@@ -160,9 +160,9 @@ class Engine:
             self.width,
             self.n_ctx,
         )
-        self._callers_turn: CallersTurn | None = None
+        self.callers_turn: CallersTurn | None = None
         if isinstance(self._stepper, CallersStepper):
-            self._callers_turn = self._stepper.turn = CallersTurn(llm, self.pool, self._fail_running)
+            self.callers_turn = self._stepper.turn = CallersTurn(llm, self.pool, self._fail_running)
         self._inbox = Inbox()
         self._fetching: set[Job] = set()
         self.room = QueueRoom(
@@ -443,13 +443,13 @@ class Engine:
         """Run a function on the engine's thread between two steps; without one here, or after the step that
         is under way.
         """
-        if self._callers_turn is None or self._callers_turn.stepping:
+        if self.callers_turn is None or self.callers_turn.stepping:
             return self._inbox.call(function)
-        return self._callers_turn.call(function)
+        return self.callers_turn.call(function)
 
     def drive(self, until: Callable[[], object]) -> None:
         """Step on this thread until a condition holds, where the engine has no thread of its own."""
-        if self._callers_turn is None:
+        if self.callers_turn is None:
             return
         while not until():
             self._check_open()
@@ -556,7 +556,7 @@ class Engine:
             self._fail_all(ClosedError(_CLOSING))
 
     def _one_round(self) -> None:
-        scheduler, turn = self._scheduler, self._callers_turn
+        scheduler, turn = self._scheduler, self.callers_turn
         if turn is None and not scheduler.running:
             # jobs that wait can only be helped by a call: look again soon
             self._inbox.wait(0.01 if scheduler.waiting else None)
@@ -572,7 +572,7 @@ class Engine:
                 scheduler.save()
 
     def _step(self, jobs: Sequence[Job]) -> None:
-        turn = self._callers_turn
+        turn = self.callers_turn
         if turn is None:
             self._stepper.advance(jobs)
             return

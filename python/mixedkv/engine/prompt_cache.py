@@ -10,7 +10,13 @@ from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, cast, get_args, overload
 
+import numpy as np
+import numpy.typing as npt
+
+from mixedkv.chunks.chunk_reuse import ChunkChoice, ChunkReuse, Repair
+from mixedkv.chunks.gate import Deviation, compare, last_logits
 from mixedkv.chunks.passages import ChunkOptions
+from mixedkv.chunks.repair import Method
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.chat.tokenizer import Prompt, Tokenizer
 from mixedkv.engine.chat_call import Message, chat_of, submit_options
@@ -21,7 +27,7 @@ from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.sampler import TokenLogprob
 from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.text.answer_reader import Part, ReadAnswer
-from mixedkv.errors import StoppedError, UnsupportedModelError
+from mixedkv.errors import ContextLengthError, StoppedError, UnsupportedModelError
 from mixedkv.ids import check_id, check_session_id, check_tenant, new_id
 from mixedkv.limits import check_int
 from mixedkv.llama import Llama
@@ -30,7 +36,7 @@ from mixedkv.prompts.overflow import Overflow
 from mixedkv.prompts.part import Insert
 from mixedkv.start.sequences import Reuse
 from mixedkv.store import Identity, KVStore
-from mixedkv.tokens import Tokens
+from mixedkv.tokens import Tokens, as_tokens
 
 log = logging.getLogger("mixedkv.engine")
 
@@ -59,6 +65,7 @@ class Generation:
         approximate: tokens of the prompt whose rows come from another prompt.
         matched_message_id: the newest message of a chat whose stored KV the prompt goes on from.
         logprobs: of the answer's tokens, if they were asked for.
+        chunks: how chunks of other prompts were put together; None where there are none.
         reason: why something stored could not be used, or the answer not be stored.
     """
 
@@ -79,7 +86,13 @@ class Generation:
     approximate: int
     matched_message_id: str | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
+    chunks: ChunkReuse | None = None
     reason: str = ""
+
+    @property
+    def cached_exact(self) -> int:
+        """Cached tokens of the prompt whose rows equal those of an evaluation."""
+        return self.cached - self.approximate
 
     @property
     def kv_reuse_ratio(self) -> float:
@@ -124,7 +137,8 @@ class PromptCache:
         session: what stored KV goes away with, e.g. `CacheSessionMetadata.kv_cache_ref`.
         overflow: "slide" drops the middle of a chat that outgrows the context, see docs/chats.md; "refuse"
             takes no such prompt, and answers end at the context.
-        threaded: answer on a thread of the engine's own; None: where the `Llama` has several sequences.
+        threaded: answer on a thread of the engine's own; None: where the `Llama` has several sequences in one
+            pool (kv_unified).
         **options: of `Engine`: parallel, speculation, ..., and with reuse="chunks" of `ChunkOptions`: repair,
             ratio, check, ...
 
@@ -158,12 +172,17 @@ class PromptCache:
         elif store is not None:
             connector = StoreConnector(store)
         if threaded is None:
-            threaded = llm.context_params.n_seq_max > 1
+            threaded = llm.context_params.n_seq_max > 1 and llm.context_params.kv_unified
         options.setdefault("exact_only", reuse != "prefix")
         options.setdefault("tokenizer", Tokenizer(llm, chosen_format(llm)))
-        self._connector = connector
+        self._connector, self._reuse = connector, reuse
         self._n_dropped = 0  # of the latest chat
         self.engine = Engine(llm, connector=connector, threaded=threaded, **options)
+
+    @property
+    def llm(self) -> Llama:
+        """The `Llama` that answers."""
+        return self.engine.llm
 
     # --- prompts ---
 
@@ -173,12 +192,18 @@ class PromptCache:
     @overload
     def warm(self, prompt: list[str]) -> list[Generation]: ...
 
-    def warm(self, prompt: str | Sequence[int] | list[str]) -> Generation | list[Generation]:
+    @overload
+    def warm(self, prompt: Sequence[Tokens]) -> list[Generation]: ...
+
+    def warm(
+        self, prompt: str | Sequence[int] | list[str] | Sequence[Tokens]
+    ) -> Generation | list[Generation]:
         """Evaluate a prompt and keep its KV for prompts that begin with it.
 
         Args:
-            prompt: a text, token ids, or a list of documents. Each document is evaluated after the model's
-                BOS and stored, for prompts that contain it anywhere (reuse="chunks").
+            prompt: a text, token ids, or a list of documents, texts or token ids. Each document is evaluated
+                alone, a text after the model's BOS, and stored, for prompts that contain it anywhere
+                (reuse="chunks").
 
         Raises:
             ValueError: a prompt or document is empty or too long; then none is evaluated.
@@ -188,9 +213,9 @@ class PromptCache:
             return self._evaluate(
                 self.engine.tokenizer.prompt(cast("str | Sequence[int]", prompt)), keep=True
             )
-        if not all(documents):
-            raise ValueError("prompt: there is an empty document: leave it out")
-        prompts = [self.engine.tokenizer.prompt(text) for text in documents]
+        if not all(len(document) for document in documents):
+            raise ContextLengthError("prompt: there is an empty document: leave it out")
+        prompts = [self._tokens(document) for document in documents]
         for tokens in prompts:
             self.engine.check_prompt(len(tokens))
         done = [self._evaluate(tokens, keep=False) for tokens in prompts]  # so that each has its own window
@@ -201,9 +226,88 @@ class PromptCache:
     def _evaluate(self, tokens: Tokens | Sequence[int], keep: bool) -> Generation:
         called = time.perf_counter()
         job = Job(Request(prompt=tokens, max_tokens=0, keep=keep, tenant=self._tenant, session=self._session))
+        return self._run(job, called)
+
+    def _run(self, job: Job, called: float) -> Generation:
         answer = Answer(self.engine, job)
         self.engine.submit_jobs([job])
         return self._whole(answer, called)
+
+    def prefill(
+        self,
+        prompt: str | npt.ArrayLike,
+        *,
+        reuse: Reuse | None = None,
+        method: Method | Repair | None = None,
+        tenant: str | None = None,
+    ) -> Generation:
+        """Fill sequence 0 of a plain `Llama` with a prompt, of which nothing is stored. The `Llama` goes on
+        from there: `llm.sample()`, `llm.generate(...)`. What it evaluates next belongs to the prompt.
+
+        Args:
+            prompt: text or token ids; text gets the model's BOS, and special tokens in it are parsed.
+            reuse: which rows are reused; None is the cache's own.
+            method: how seams of chunks are repaired, a `Method` or the name of a repair; None is the cache's.
+            tenant: whose KV is reused; None is the cache's.
+
+        Raises:
+            ContextLengthError: the prompt is empty or does not fit the context.
+            UnsupportedModelError: the method needs another cache.
+            ValueError: `reuse` is unknown, a token is not of this model, the tenant's name is refused, or the
+                engine has a thread, which has the `Llama` for itself.
+        """
+        called = time.perf_counter()
+        turn = self.engine.callers_turn
+        if turn is None:
+            raise ValueError("prefill: an engine's thread has this Llama for itself: use threaded=False")
+        how = None if method is None else method if isinstance(method, Method) else Method(repair=method)
+        choice = None
+        if how is not None:
+            overlap = None if how.repair == "none" else how.overlap
+            choice = ChunkChoice(repair=how.repair, ratio=how.ratio, overlap_k=overlap)
+        request = Request(
+            prompt=self._tokens(prompt),
+            max_tokens=0,
+            reuse=self._reuse if reuse is None else reuse,
+            reuse_options=choice,
+            tenant=self._tenant if tenant is None else check_tenant(tenant),
+        )
+        (job,) = self.engine.prepare([request])
+        job.is_stored = False
+        done = self._run(job, called)
+        turn.hand_over(done.chunks.n_exact if done.chunks is not None else None)
+        return done
+
+    def _tokens(self, prompt: str | npt.ArrayLike) -> list[int]:
+        if isinstance(prompt, str) and not prompt:
+            raise ContextLengthError("the prompt is empty: give it a text, or token ids")
+        text_or_tokens = prompt if isinstance(prompt, str) else as_tokens(prompt).tolist()
+        return self.engine.tokenizer.prompt(text_or_tokens)
+
+    def refresh(self) -> None:
+        """Index what was stored since the last prompt, with reuse="chunks", so that the next one need not."""
+        if isinstance(self._connector, ChunkConnector):
+            self._connector.refresh(self._tenant)
+
+    def check_pending(self) -> Deviation | None:
+        """Evaluate one of the sampled prompts with chunks exactly, and compare; None if there is none. An
+        engine with a thread does it by itself; without one, call it in idle time.
+        """
+        if self.engine.threaded or not isinstance(self._connector, ChunkConnector):
+            return None
+        gate = self._connector.gate
+        if (waiting := gate.take()) is None:
+            return None
+        job = Job(Request(prompt=waiting.tokens, max_tokens=0, reuse=False, tenant=waiting.tenant))
+        job.is_stored = False
+        self._run(job, time.perf_counter())
+        deviation = compare(last_logits(self.llm), waiting.logits)
+        gate.note(deviation)
+        return deviation
+
+    def stats(self) -> dict[str, Any]:
+        """Return counts and sizes of the store; with reuse="chunks" also of checks, as "chunks"."""
+        return self.engine.connector_stats() or {}
 
     def generate(self, prompt: Prompt, **options: Any) -> Generation:
         """Answer a prompt: a text, token ids, or the messages of a chat.
@@ -466,11 +570,11 @@ def _message(said: ReadAnswer) -> dict[str, Any]:
     return message
 
 
-def _documents(prompt: str | Sequence[int] | list[str]) -> list[str] | None:
-    if isinstance(prompt, str):
+def _documents(prompt: Any) -> list[Any] | None:
+    """Return the documents of a list; None for a single prompt."""
+    if isinstance(prompt, str) or not len(prompt):
         return None
-    texts = [text for text in prompt if isinstance(text, str)]
-    return texts or None
+    return list(prompt) if isinstance(prompt[0], str) or np.ndim(prompt[0]) else None
 
 
 def _generation(
@@ -502,5 +606,6 @@ def _generation(
         approximate=job.n_approximate,
         matched_message_id=matched,
         logprobs=logprobs,
+        chunks=report if isinstance(report := job.import_report, ChunkReuse) else None,
         reason=job.store_problem,
     )

@@ -206,6 +206,11 @@ def free_sampler(llm: llama_cpp.Llama) -> None:
         before.close()
 
 
+def has_logits(llm: llama_cpp.Llama) -> None:
+    """Tell a `Llama` that the logits of its last token are there, though it did not evaluate it itself."""
+    llm._requires_eval = False
+
+
 class Processors:
     """Calls an answer's logits processors, as a callback of llama.cpp: Python would print what they raise,
     and the answer would go on without them. `check` raises it.

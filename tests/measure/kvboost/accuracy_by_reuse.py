@@ -16,9 +16,9 @@ from random import Random
 from kvboost_peer import KVBoost
 
 from mixedkv import Llama
-from mixedkv.chunks import ChunkCache
 from mixedkv.chunks.gate import follow
 from mixedkv.chunks.repair import Method
+from mixedkv.engine import PromptCache
 from mixedkv.model.named_model import find_model
 from mixedkv.store import KVStore
 from mixedkv.tokens import Tokens, as_tokens
@@ -90,7 +90,7 @@ def _answers(llm: Llama, stored: list[Tokens], prompt: Tokens) -> dict[str, tupl
             _clear(llm)
             llm.eval(each.tolist())
             store.save(llm)
-        cache = ChunkCache(llm, store, repair="none", check=0)
+        cache = PromptCache(llm, store, reuse="chunks", repair="none", check=0.0)
         for name in ("full", *_METHODS):
             _clear(llm)
             if name == "full":
@@ -98,7 +98,7 @@ def _answers(llm: Llama, stored: list[Tokens], prompt: Tokens) -> dict[str, tupl
             else:
                 reuse = cache.prefill(prompt, method=Method(repair=name))
             text = llm.detokenize(follow(llm, _N_ANSWER)[0]).decode(errors="replace")
-            found[name] = reuse.reuse_ratio, text
+            found[name] = reuse.kv_reuse_ratio, text
     return found
 
 

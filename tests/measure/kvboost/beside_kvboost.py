@@ -18,8 +18,8 @@ import numpy as np
 from kvboost_peer import KVBoost
 
 from mixedkv import Llama
-from mixedkv.chunks import ChunkCache
 from mixedkv.chunks.gate import compare, follow
+from mixedkv.engine import PromptCache
 from mixedkv.model.named_model import find_model
 from mixedkv.store import KVStore
 from mixedkv.tokens import Tokens, as_tokens
@@ -83,7 +83,7 @@ def _measure(llm: Llama, stored: Tokens, prompt: Tokens) -> tuple[float, float, 
     whether what follows is the same.
     """
     with KVStore(None, max_ram_bytes=2**32) as store:
-        cache = ChunkCache(llm, store, repair="none", check=0)
+        cache = PromptCache(llm, store, reuse="chunks", repair="none", check=0.0)
         _clear(llm)
         begin = time.perf_counter()
         cache.prefill(prompt, reuse="exact")
@@ -94,13 +94,13 @@ def _measure(llm: Llama, stored: Tokens, prompt: Tokens) -> tuple[float, float, 
             llm.eval(stored.tolist())
             store.save(llm)
             _clear(llm)
-        cache = ChunkCache(llm, store, repair="none", check=0)
+        cache = PromptCache(llm, store, reuse="chunks", repair="none", check=0.0)
         begin = time.perf_counter()
         reuse = cache.prefill(prompt, reuse="exact")
         seconds = time.perf_counter() - begin
         found, others = follow(llm, _N_ANSWER)
     kld = max(0.0, compare(logits[0], others[0]).kld)
-    return seconds, cold, reuse.reuse_ratio, kld, bool(np.array_equal(tokens, found))
+    return seconds, cold, reuse.kv_reuse_ratio, kld, bool(np.array_equal(tokens, found))
 
 
 def _clear(llm: Llama) -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mixedkv import Llama
-from mixedkv.chunks import ChunkCache
 from mixedkv.chunks.donors import DonorIndex
 from mixedkv.chunks.drift import DamagedRowsError, Drift, _with_rows, corrected_layers
+from mixedkv.engine import PromptCache
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import KVStore
 from mixedkv_bench.harness.real_text import read_real_text
@@ -158,11 +158,12 @@ def test_a_prompt_with_rows_of_another_text_is_evaluated(
         return replace(block, groups=(replace(block.groups[0], layers=layers),))
 
     tokens = tokens_of(llm)
-    cache = ChunkCache(llm, store, repair="query", check=0.0, chunk_size=32)
+    cache = PromptCache(llm, store, reuse="chunks", repair="query", check=0.0, chunk_size=32)
     cache.warm([tokens[40:140]])
     empty(llm)
     assert not cache.prefill(tokens).exact
     monkeypatch.setattr(DonorIndex, "read", beside)
+    empty(llm)
     reuse = cache.prefill(tokens)
     assert reuse.exact
     assert "of its size" in reuse.reason
@@ -181,7 +182,7 @@ def test_sound_reuse_on_a_real_model_trips_no_gate(real_model: Path, kind: str) 
     text = read_real_text(kind).text
     passages = [text[begin : begin + 500] for begin in range(len(text) // 2, len(text) // 2 + 4000, 1000)]
     with Llama(real_model, kv="mixed:cold=q8_0", n_ctx=768, verbose=False) as llm, KVStore(None) as store:
-        cache = ChunkCache(llm, store, repair="query", check=1.0)
+        cache = PromptCache(llm, store, reuse="chunks", repair="query", check=1.0)
         cache.warm(passages)
         klds = []
         for i in range(10):
@@ -192,5 +193,5 @@ def test_sound_reuse_on_a_real_model_trips_no_gate(real_model: Path, kind: str) 
             deviation = cache.check_pending()
             assert deviation is not None
             klds.append(deviation.kld)
-        assert cache.stats().off == ""
+        assert cache.stats()["chunks"]["off"] == ""
         assert np.median(klds) < 0.125  # half of what closes the gate

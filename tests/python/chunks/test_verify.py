@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from mixedkv import Llama
-from mixedkv.chunks import ChunkCache, verify_correctness
+from mixedkv.chunks import verify_correctness
 from mixedkv.chunks.donors import DonorIndex
 from mixedkv.chunks.repair import Method
 from mixedkv.chunks.verify import RowErrors
+from mixedkv.engine import PromptCache
 from mixedkv.kv.block import KVBlock, LayerRows
 from mixedkv.store import KVStore
 from mixedkv.tokens import Tokens
@@ -43,8 +44,10 @@ def prompt(llm: Llama, store: KVStore) -> Tokens:
 
 
 def check(llm: Llama, store: KVStore, prompt: Tokens) -> Any:
-    (found,) = verify_correctness(ChunkCache(llm, store, repair="none", check=0), [prompt], n_gen=4)
-    assert found.reuse.donors
+    (found,) = verify_correctness(
+        PromptCache(llm, store, reuse="chunks", repair="none", check=0.0), [prompt], n_gen=4
+    )
+    assert found.reuse.chunks.donors
     return found
 
 
@@ -76,8 +79,10 @@ def test_what_is_right_passes(llm: Llama, store: KVStore, prompt: Tokens) -> Non
 
 
 def test_a_prompt_that_nothing_is_reused_for_passes(llm: Llama, store: KVStore) -> None:
-    (check,) = verify_correctness(ChunkCache(llm, store), ["The road to the attic was full of fog. " * 9])
-    assert (check.reuse.n_cached_approximate, check.damaged, check.problem) == (0, (), "")
+    (check,) = verify_correctness(
+        PromptCache(llm, store, reuse="chunks"), ["The road to the attic was full of fog. " * 9]
+    )
+    assert (check.reuse.approximate, check.damaged, check.problem) == (0, (), "")
 
 
 def test_context_is_not_damage(real_model_q4_1: Path) -> None:
@@ -85,35 +90,35 @@ def test_context_is_not_damage(real_model_q4_1: Path) -> None:
     first = "The miller counted the planks that went by, and said that he had seen worse in his time. " * 4
     second = "Bread is made of flour, water and salt. The dough rests for a night in a cold room. " * 4
     with Llama(real_model_q4_1, kv="mixed", n_ctx=512, verbose=False) as llm, KVStore(None) as store:
-        cache = ChunkCache(llm, store, repair="none", check=0)
+        cache = PromptCache(llm, store, reuse="chunks", repair="none", check=0.0)
         cache.warm([first, second])
         (found,) = verify_correctness(cache, ["Two texts. " + second + first + "In short:"], n_gen=2)
-        assert found.reuse.n_cached_approximate > 32
+        assert found.reuse.approximate > 32
         assert (found.problem, found.damaged) == ("", ())
 
 
 @pytest.fixture(scope="module", params=["mixed", "mixed:cold=q8_0"])
-def real(request: pytest.FixtureRequest, real_model_q4_1: Path) -> Iterator[tuple[ChunkCache, list[str]]]:
+def real(request: pytest.FixtureRequest, real_model_q4_1: Path) -> Iterator[tuple[PromptCache, list[str]]]:
     """A cache that repairs with a passage, and a prompt that holds it elsewhere."""
     first = "The miller counted the planks that went by, and said that he had seen worse in his time. " * 4
     second = "Bread is made of flour, water and salt. The dough rests for a night in a cold room. " * 4
     kv = request.param
     with Llama(real_model_q4_1, kv=kv, n_ctx=512, verbose=False) as llm, KVStore(None) as store:
-        cache = ChunkCache(llm, store, repair="query", check=0)
+        cache = PromptCache(llm, store, reuse="chunks", repair="query", check=0.0)
         cache.warm([first, second])
         yield cache, ["Two texts. " + second + first + "In short:"]
 
 
 @pytest.mark.nightly
-def test_repaired_rows_are_not_damage(real: tuple[ChunkCache, list[str]]) -> None:
+def test_repaired_rows_are_not_damage(real: tuple[PromptCache, list[str]]) -> None:
     cache, prompts = real
     report = verify_correctness(cache, prompts, n_gen=2)
     (found,) = report
     assert (report.ok, report.kld, report.same_top1) == (True, found.kld, found.same_top1)
-    assert report.reuse_ratio == found.reuse.reuse_ratio > 0.3
+    assert report.reuse_ratio == found.reuse.kv_reuse_ratio > 0.3
     assert str(report).startswith("prompt 0: ok; ")
-    assert found.reuse.method == "query"
-    assert found.reuse.n_cached_approximate > 32
+    assert found.reuse.chunks.method == "query"
+    assert found.reuse.approximate > 32
     assert (found.problem, found.damaged) == ("", ())
 
 
@@ -121,7 +126,7 @@ def test_repaired_rows_are_not_damage(real: tuple[ChunkCache, list[str]]) -> Non
 @pytest.mark.parametrize("which", ["k", "v"])
 @pytest.mark.nightly
 def test_a_scale_that_is_a_little_off(
-    real: tuple[ChunkCache, list[str]], monkeypatch: pytest.MonkeyPatch, il: int, which: str
+    real: tuple[PromptCache, list[str]], monkeypatch: pytest.MonkeyPatch, il: int, which: str
 ) -> None:
     """One block of 32 elements of one row has a scale of 1.25 times its own."""
 
@@ -141,7 +146,7 @@ def test_a_scale_that_is_a_little_off(
 
 
 @pytest.fixture(scope="module")
-def stepwise(real_model_q4_1: Path) -> Iterator[tuple[ChunkCache, list[str]]]:
+def stepwise(real_model_q4_1: Path) -> Iterator[tuple[PromptCache, list[str]]]:
     """Q4_0 rows of a passage that was evaluated 50 tokens at a time, as answers and histories are."""
     passage = "Bread is made of flour, water and salt. The dough rests for a night in a cold room. " * 8
     with Llama(real_model_q4_1, kv="mixed", n_ctx=512, verbose=False) as llm, KVStore(None) as store:
@@ -149,20 +154,20 @@ def stepwise(real_model_q4_1: Path) -> Iterator[tuple[ChunkCache, list[str]]]:
         for i in range(0, len(tokens), 50):
             llm.eval(tokens[i : i + 50])
         store.save(llm)
-        cache = ChunkCache(llm, store, repair="none", check=0)
+        cache = PromptCache(llm, store, reuse="chunks", repair="none", check=0.0)
         yield cache, ["A text about what people eat and how it is made at home. " * 6 + passage + "In short:"]
 
 
-def test_rows_evaluated_in_other_steps_are_sound(stepwise: tuple[ChunkCache, list[str]]) -> None:
+def test_rows_evaluated_in_other_steps_are_sound(stepwise: tuple[PromptCache, list[str]]) -> None:
     cache, prompts = stepwise
     (found,) = verify_correctness(cache, prompts, n_gen=2)
-    assert found.reuse.n_cached_approximate > 64
+    assert found.reuse.approximate > 64
     assert (found.problem, found.damaged) == ("", ())
 
 
 @pytest.mark.parametrize("what", ["scale", "element", "noise"])
 def test_damage_among_rows_evaluated_in_other_steps(
-    stepwise: tuple[ChunkCache, list[str]], monkeypatch: pytest.MonkeyPatch, what: str
+    stepwise: tuple[PromptCache, list[str]], monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """A block's scale off by a quarter, two elements by half of their range, or each by a step."""
 
@@ -184,7 +189,7 @@ def test_damage_among_rows_evaluated_in_other_steps(
 
 
 def test_a_bound_that_is_not_met_is_a_problem(llm: Llama, store: KVStore, prompt: Tokens) -> None:
-    cache = ChunkCache(llm, store, repair="none", check=0)
+    cache = PromptCache(llm, store, reuse="chunks", repair="none", check=0.0)
     (found,) = verify_correctness(cache, [prompt], n_gen=2, max_kld=1e-12)
     assert "nats" in found.problem
 
@@ -254,9 +259,9 @@ def test_few_layers_that_differ_are_damage_unless_it_goes_on(
 
 
 def test_a_method_may_be_given_by_the_name_of_its_repair(llm: Llama, store: KVStore, prompt: Tokens) -> None:
-    cache = ChunkCache(llm, store, check=0)
+    cache = PromptCache(llm, store, reuse="chunks", check=0.0)
     (by_name,) = verify_correctness(cache, [prompt], "none", n_gen=2)
     (given,) = verify_correctness(cache, [prompt], Method(repair="none"), n_gen=2)
-    assert by_name.reuse.n_cached_approximate == given.reuse.n_cached_approximate > 0
+    assert by_name.reuse.approximate == given.reuse.approximate > 0
     with pytest.raises(ValueError, match="repair='often': use one of none, seam"):
         verify_correctness(cache, [prompt], "often", n_gen=2)  # type: ignore[arg-type]

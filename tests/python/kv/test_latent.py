@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from mixedkv import Llama
-from mixedkv.chunks import ChunkCache
 from mixedkv.config import parse_kv
+from mixedkv.engine import PromptCache
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
@@ -77,4 +77,4 @@ def test_values_cannot_be_compared(zoo_path: Callable[[str], Path]) -> None:
         KVStore(None) as store,
         pytest.raises(UnsupportedModelError, match="MLA"),
     ):
-        ChunkCache(llm, store, repair="cacheblend", max_kld=9.0)
+        PromptCache(llm, store, reuse="chunks", repair="cacheblend", max_kld=9.0)

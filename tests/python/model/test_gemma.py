@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from mixedkv import Llama
-from mixedkv.chunks import ChunkCache, verify_correctness
+from mixedkv.chunks import verify_correctness
 from mixedkv.chunks.donors import DonorIndex
-from mixedkv.engine import Engine, StoreConnector
+from mixedkv.engine import Engine, PromptCache, StoreConnector
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.block import KVBlock, LayerRows
 from mixedkv.split.client import SplitClient
@@ -147,7 +147,7 @@ def test_passages_are_reused_and_checked(
     options = {**OPTIONS, "kv": "mixed:cold=q8_0", "swa_full": True}
     first, second = (text[:1200] for _, text in zip(range(2), texts("code"), strict=False))
     with Llama(real_model_gemma_q4, n_ctx=1024, **options) as llm, KVStore(None) as store:
-        cache = ChunkCache(llm, store, repair="query", check=0)
+        cache = PromptCache(llm, store, reuse="chunks", repair="query", check=0.0)
         cache.warm([first, second])
         if damaged:
             monkeypatch.setattr(DonorIndex, "read", planted)

@@ -18,8 +18,8 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.chunks import ChunkCache
 from mixedkv.chunks.gate import compare, last_logits
+from mixedkv.engine import PromptCache
 from mixedkv.errors import ModelReadError
 from mixedkv.store import KVStore
 from support.conversation_support import RECALL
@@ -78,14 +78,15 @@ def test_what_is_stored_after_chunks_is_what_it_says(repair: Any, tmp_path: Path
     first, second = RECALL.text[:700], RECALL.text[900:1600]
     with _open(n_ctx=2048, stream_layers=4) as llm:
         other = llm.tokenize(make_recall(seed=2, n_sentences=12, where=0.2).text.encode())
-        cache = ChunkCache(llm, KVStore(tmp_path), repair=repair)
+        cache = PromptCache(llm, KVStore(tmp_path), reuse="chunks", repair=repair)
         cache.warm([first, second])
-        assert cache.prefill(f"Two texts. {second}\n\n{first}\nIn short:").n_cached_approximate
+        assert cache.prefill(f"Two texts. {second}\n\n{first}\nIn short:").approximate
         cache.warm([other])
     with _open(n_ctx=2048) as llm:
-        reuse = ChunkCache(llm, KVStore(tmp_path), repair=repair).prefill(other, reuse="exact")
+        cache = PromptCache(llm, KVStore(tmp_path), reuse="chunks", repair=repair)
+        reuse = cache.prefill(other, reuse="exact")
         assert reuse.exact
-        assert reuse.n_cached_exact > len(other) // 2
+        assert reuse.cached_exact > len(other) // 2
         restored = last_logits(llm)
         llm.reset()
         llm.eval(other)

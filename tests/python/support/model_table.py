@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from mixedkv import KVBlock, Llama
-from mixedkv.chunks import ChunkCache
 from mixedkv.chunks.gate import last_logits
-from mixedkv.engine import Engine
+from mixedkv.engine import Engine, PromptCache
 from mixedkv.engine.batch.batch import Batch
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.store import KVStore
@@ -46,7 +45,7 @@ loads and is not listed runs if its memory is of a kind that is.
 | moved | a block is loaded at another position; with a sliding window where swa_full=True |
 | store | `KVStore.save`, and `restore` in another context; so conversations and sessions go on |
 | reuse | the second request of an engine shares what the first left of their common prefix |
-| chunks | `ChunkCache` reuses passages at other places |
+| chunks | `PromptCache` reuses chunks at other places |
 """
 
 
@@ -149,14 +148,15 @@ class Tried:
         wide = {f"{self._arch}.attention.sliding_window": 2 * CHUNK} if self._slides else None
         llm = self._open(swa_full=True, kv_overrides=wide)
         with KVStore(None) as store:
-            cache = ChunkCache(llm, store, chunk_size=CHUNK, repair="seam", max_kld=9.0, check=0.0)
+            options: dict[str, Any] = {"chunk_size": CHUNK, "repair": "seam", "max_kld": 9.0, "check": 0.0}
+            cache = PromptCache(llm, store, reuse="chunks", **options)
             llm.eval(TOKENS)
             store.save(llm)
             llm.kv.remove(0)
             reuse = cache.prefill([*prompt(80, seed=5), *TOKENS, *NEXT])
         check(
-            reuse.n_cached_approximate > 64,
-            f"of {len(TOKENS)} tokens {reuse.n_cached_approximate} are reused",
+            reuse.approximate > 64,
+            f"of {len(TOKENS)} tokens {reuse.approximate} are reused",
         )
 
     def _compare(self, other: Llama) -> None:

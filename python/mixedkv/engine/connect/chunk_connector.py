@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from mixedkv.chunks.chunk_part import ChunkPart
-from mixedkv.chunks.chunk_reuse import ChunkChoice
-from mixedkv.chunks.gate import Logits, Waiting, compare, logits_at
+from mixedkv.chunks.chunk_reuse import ChunkChoice, ChunkReuse
+from mixedkv.chunks.gate import Gate, Logits, Waiting, compare, logits_at
 from mixedkv.chunks.passages import Passages
+from mixedkv.chunks.stitch import Stitch
 from mixedkv.engine.connect.kv_connector import ConnectedEngine
 from mixedkv.engine.connect.store_connector import Offer, StoreConnector
 from mixedkv.engine.jobs.job import Job
@@ -41,7 +42,9 @@ class ChunkConnector(StoreConnector):
         **options: of `ChunkOptions`: repair, ratio, overlap_k, chunk_size, max_kld, check, ...
 
     Raises:
-        UnsupportedModelError, ValueError: from the engine's constructor, as from `ChunkCache`.
+        UnsupportedModelError: from the engine's constructor: rows of this model cannot be moved, or the
+            method needs another cache.
+        ValueError: from the engine's constructor: a setting is out of range.
     """
 
     _passages: Passages
@@ -75,7 +78,11 @@ class ChunkConnector(StoreConnector):
 
     def fetch(self, job: Job) -> bool:
         """Have the KV of a job's prompt looked for, passages included where they may be reused."""
-        if job.request.keep or job.request.max_tokens == 0 or job.parts or self._passages.gate.closed:
+        request, closed = job.request, self._passages.gate.closed
+        only_evaluates = request.max_tokens == 0 and job.is_stored  # for others, who may want exact rows
+        if request.keep or only_evaluates or job.parts or closed:
+            if closed and job.prefix.accept in (None, "chunks"):
+                job.store_problem = closed
             job.prefix.accept = "exact" if job.prefix.accept == "chunks" else job.prefix.accept
         elif job.prefix.accept is None:
             job.prefix.accept = "chunks"
@@ -83,6 +90,7 @@ class ChunkConnector(StoreConnector):
 
     def evaluated(self, job: Job, index: int) -> None:
         """Keep the logits of a prompt with reused passages, if the prompt will be checked."""
+        super().evaluated(job, index)
         gate = self._passages.gate
         if job.work.n_approximate and job.work.method and gate.wants():
             logits = logits_at(self._engine.llm, index)
@@ -124,8 +132,19 @@ class ChunkConnector(StoreConnector):
         options, method = self._passages.chosen(_choice(job.request))
         found = self._passages.find(job.prompt, self._identity(job.tenant), n_exact, options)
         rows = [(segment, self._rows.cut(blocks)) for segment, blocks in found]
-        part = ChunkPart(rows, method, job.n_prompt) if rows else None
+        part = ChunkPart(rows, method, job.n_prompt, partial(_note, job)) if rows else None
         job.import_rows(part.begin if part is not None else 0, part, str(method))
+
+    # --- for an engine without a thread ---
+
+    def refresh(self, tenant: str) -> None:
+        """Index the entries that were stored since the last prompt, so that the next prompt need not."""
+        self._passages.refresh(self._identity(tenant))
+
+    @property
+    def gate(self) -> Gate:
+        """The prompts that wait for a check, and whether chunks are reused."""
+        return self._passages.gate
 
     # --- checks, on a thread of their own ---
 
@@ -174,6 +193,23 @@ class ChunkConnector(StoreConnector):
         tokens = waiting.tokens[p0 : p0 + llm.n_batch]
         llm.kv.fill(tokens, np.arange(p0, p0 + len(tokens)), seq.id, logits=True)
         return logits_at(llm, -1)
+
+
+def _note(job: Job, found: Stitch | Exception) -> None:
+    """Note what was put together for a job, or why nothing was."""
+    if isinstance(found, Exception):
+        job.store_problem = str(found)
+        return
+    n, n_cached = job.n_prompt, job.n_cached or 0
+    job.import_report = ChunkReuse(
+        method=found.method.repair,
+        ratio=found.method.share_of(n),
+        n_exact=found.n_exact,
+        n_new=n - n_cached - sum(map(len, found.segments)),
+        n_evaluated=found.n_exact - n_cached + found.n_evaluated + 1,
+        segments=tuple(found.segments),
+        kept=found.kept,
+    )
 
 
 def _choice(request: Request) -> ChunkChoice:

@@ -197,7 +197,9 @@ class StoreConnector:
 
     def _offload(self, job: Job, ended: bool) -> None:
         seq = job.seq
-        if seq is not None and len(seq.tokens) >= job.prefix.least and self._engine.pool.is_exact(seq):
+        if seq is None or not job.is_stored:
+            return
+        if len(seq.tokens) >= job.prefix.least and self._engine.pool.is_exact(seq):
             tokens = np.array(seq.tokens, np.int32)
             self._n_unstored += 1
             rows = SequenceRows(seq, seq.version, tokens)

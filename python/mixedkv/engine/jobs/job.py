@@ -183,7 +183,9 @@ class Job(Progress):
 
     Attributes:
         message_id: id under which the stored KV of the answer is found; "" for none.
+        is_stored: what was computed of it goes into the store.
         n_stored, store_problem: tokens that were newly stored, and why others were not, or not read.
+        import_report: what the connector says of rows that were computed elsewhere.
         n_cached, exact, t_first, ...: numbers of `work`, see `WorkCounts`.
     """
 
@@ -201,7 +203,8 @@ class Job(Progress):
     ) -> None:
         super().__init__(request)
         self.message_id = self.store_problem = ""
-        self.n_stored = 0
+        self.n_stored, self.is_stored = 0, True
+        self.import_report: object | None = None
         self.deliver = deliver
         self.answer_by(answer or AnswerState(request))
 

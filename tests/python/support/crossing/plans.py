@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from llama_cpp import StoppingCriteriaList
 
-from mixedkv.chunks import ChunkCache
 from mixedkv.chunks.gate import logits_at
+from mixedkv.engine import PromptCache
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.store import KVStore
 from support.crossing.injections import Calls, RaisedError, abort_callback, cut_short, signal_after
@@ -34,7 +34,7 @@ class Player:
         self.sequence: tuple[Any, ...] | None = None
         self.point: tuple[Any, ...] | None = None
         self.store = KVStore(None)
-        self.chunks: ChunkCache | None = None
+        self.chunks: PromptCache | None = None
 
     def play(self, step: Step) -> None:
         name, *args = step
@@ -378,13 +378,11 @@ class Player:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 if self.chunks is None:
-                    self.chunks = ChunkCache(
-                        self.llm, self.store, chunk_size=32, repair="seam", max_kld=99.0, check=0.0
-                    )
-                self.chunks._live = None
+                    options = {"chunk_size": 32, "repair": "seam", "max_kld": 99.0, "check": 0.0}
+                    self.chunks = PromptCache(self.llm, self.store, reuse="chunks", threaded=False, **options)
                 self.chunks.warm([document])
                 done = self.chunks.prefill([*before, *document, *behind])
-                exact = done.n_exact
+                exact = done.chunks.n_exact if done.chunks is not None else done.prompt_tokens
         except REFUSALS:
             if self.s.follows(0):
                 return  # refused before anything was done
