@@ -390,3 +390,121 @@ def test_a_phone_says_what_enter_does(server: Server, open_page: OpenPage) -> No
         server, viewport=PHONE, has_touch=True, is_mobile=True
     ).inner_text("#log")
     assert "Enter sends" in open_page(server).inner_text("#log")
+
+
+def attach_text(page: Any, name: str, text: str) -> None:
+    page.set_input_files("#files", {"name": name, "mimeType": "text/plain", "buffer": text.encode()})
+
+
+@pytest.mark.nightly
+def test_texts_are_attached_and_long_pastes_become_such(server: Server, open_page: OpenPage) -> None:
+    page = open_page(server)
+    asked = says(page, {"content": "Seen."})
+    attach_text(page, "notes.md", "# The mill\n\nIts code is 4817.")
+    pasted = "A line of a log.\n" * 400
+    page.evaluate(
+        """text => {
+            const data = new DataTransfer();
+            data.setData("text/plain", text);
+            const options = { clipboardData: data, bubbles: true, cancelable: true };
+            const event = new ClipboardEvent("paste", options);
+            document.getElementById("text").dispatchEvent(event);
+        }""",
+        pasted,
+    )
+    assert page.locator("#images .file").all_inner_texts() == [
+        "notes.md (3 lines) ✕",
+        "Pasted text (401 lines) ✕",
+    ]
+    ask(page, "What is the code?")
+    assert asked[0]["messages"][0]["content"] == (
+        f"notes.md:\n\n# The mill\n\nIts code is 4817.\n\nPasted text:\n\n{pasted}\n\nWhat is the code?"
+    )
+    shown = page.locator("article.user")
+    assert shown.locator("summary").all_inner_texts() == ["notes.md (3 lines)", "Pasted text (401 lines)"]
+    assert not shown.locator("pre").first.is_visible()
+    assert shown.locator(".body").inner_text() == "What is the code?"
+    page.reload()
+    ended(page)
+    assert page.locator("article.user summary").count() == 2
+    attach_text(page, "bad.bin", "a\0b")
+    playwright.expect(page.locator("#state")).to_contain_text("bad.bin is no text in UTF-8")
+    assert page.locator("#images .file").count() == 0
+
+
+@pytest.mark.nightly
+def test_a_message_that_is_too_long_is_put_back(open_page: OpenPage) -> None:
+    with running("--n-ctx", "512") as server:
+        page = open_page(server)
+        text = "The lamp is in the mill. " * 400
+        page.fill("#text", text)
+        page.keyboard.press("Enter")
+        playwright.expect(page.locator("#state")).to_contain_text("Not sent: ")
+        playwright.expect(page.locator("#send")).to_have_text("Send")
+        assert "context size" in page.inner_text("#state")
+        assert page.input_value("#text") == text.strip()
+        assert page.locator("article").count() == 0
+        page.fill("#text", "The lamp")
+        page.keyboard.press("Enter")
+        ended(page)
+        assert page.locator("article.user > .body").all_inner_texts() == ["The lamp"]
+
+
+@pytest.mark.nightly
+def test_a_long_message_is_folded(server: Server, open_page: OpenPage) -> None:
+    page = open_page(server)
+    says(page, {"content": "Seen."})
+    text = "word " * 500
+    ask(page, text)
+    body = page.locator("article.user > .body")
+    assert len(body.inner_text()) < 1600
+    body.locator("text=Show all").click()
+    assert body.inner_text() == text.strip()
+
+
+@pytest.mark.nightly
+def test_chats_are_renamed_found_and_exported(server: Server, open_page: OpenPage) -> None:
+    page = open_page(server)
+    says(page, {"content": "It is **4817**."})
+    for text in ("Code of the mill?", "Colour of the lamp?"):
+        page.click("#new")
+        ask(page, text)
+    page.on("dialog", lambda dialog: dialog.accept("The miller's secret"))
+    page.hover("#chats li:last-child")
+    page.click("[aria-label='Rename Code of the mill?']")
+    playwright.expect(page.locator("#chats a").last).to_have_text("The miller's secret")
+    page.fill("#find", "LAMP")
+    playwright.expect(page.locator("#chats a")).to_have_text(["Colour of the lamp?"])
+    page.fill("#find", "4817")  # in both answers
+    playwright.expect(page.locator("#chats a")).to_have_count(2)
+    page.fill("#find", "miller's")
+    page.click("#chats a")
+    playwright.expect(page.locator("#title")).to_have_text("The miller's secret")
+    with page.expect_download() as download:
+        page.click("#export")
+    assert download.value.suggested_filename == "The-miller-s-secret.md"
+    assert download.value.path().read_text() == (
+        "# The miller's secret\n\n## You\n\nCode of the mill?\n\n## Answer\n\nIt is **4817**.\n"
+    )
+    page.reload()
+    playwright.expect(page.locator("#title")).to_have_text("The miller's secret")
+    assert page.noise == []
+
+
+@pytest.mark.nightly
+def test_sampling_is_asked_for_and_the_context_is_measured(server: Server, open_page: OpenPage) -> None:
+    page = open_page(server)
+    assert page.is_visible("#model")  # also where there is one
+    assert page.input_value("#model") == model_path().stem
+    page.click("#open-settings")
+    page.fill("#top_p", "0.9")
+    page.fill("#seed", "7")
+    page.click("dialog >> text=Done")
+    asked = says(page, {"content": "One."})
+    assert not page.is_visible("#used")
+    ask(page, "First")
+    assert (asked[0]["top_p"], asked[0]["seed"]) == (0.9, 7)
+    playwright.expect(page.locator("#tokens")).to_have_text("1,307 of 65,536 tokens")
+    assert page.evaluate("document.getElementById('meter').value") == 1307
+    page.click("#open-settings")
+    assert (page.input_value("#top_p"), page.input_value("#seed")) == ("0.9", "7")

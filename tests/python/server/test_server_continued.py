@@ -52,6 +52,18 @@ def test_unless_that_is_not_wanted_or_cannot_be(server: Server, tmp_path: Path) 
         assert named.post("/v1/chat/completions", {**CHAT, "messages": [HI, BEGUN]})["choices"]
 
 
+def test_a_chat_without_the_beginning_of_an_answer_is_refused(server: Server) -> None:
+    for path in ("/apply-template", "/v1/chat/completions"):
+        body = {**CHAT, "messages": [HI]} if path.startswith("/v1") else {"messages": [HI]}
+        assert server.post(path, {**body, "add_generation_prompt": True})
+        _, _, headers = server.request("POST", path, {**body, "add_generation_prompt": True})
+        assert "x-ignored-fields" not in headers
+        status, answer, _ = server.request("POST", path, {**body, "add_generation_prompt": False})
+        assert status == 400
+        assert answer["error"]["message"].startswith("add_generation_prompt: false is not supported")
+        assert "/v1/completions" in answer["error"]["message"]
+
+
 def test_a_chat_begins_with_bos_where_its_template_has_none(tmp_path: Path) -> None:
     (tmp_path / "plain.jinja").write_text(PLAIN)
     with running("--n-ctx", "512", "--chat-format", str(tmp_path / "plain.jinja")) as plain:

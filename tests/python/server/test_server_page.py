@@ -353,3 +353,34 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(tmp_path: Path, open_page: Open
         assert not page.is_visible("main")
         assert MODEL not in page.inner_text("body")
         assert page.evaluate("sessionStorage.length") == 0
+
+
+@pytest.mark.nightly
+def test_rates_are_gone_when_nobody_tells_them(server: Server, open_page: OpenPage) -> None:
+    page = open_page(server)
+    rate = page.locator('[data-stat="engine.generation_tokens_per_second"]')
+    playwright.expect(rate).to_have_text(re.compile(r"\d"))
+    page.route("**/v1/stats", lambda route: route.abort())
+    page.wait_for_selector("#state.lost")
+    playwright.expect(rate).to_have_text("\u2013")
+    page.unroute("**/v1/stats")
+    page.wait_for_selector("#state.live")
+    playwright.expect(rate).to_have_text(re.compile(r"\d"))
+
+
+@pytest.mark.nightly
+def test_no_row_is_cut_and_medians_say_how_old_they_are(server: Server, open_page: OpenPage) -> None:
+    chat(server)
+
+    def many(now: dict[str, Any]) -> None:
+        now["recent"] = [{**now["recent"][0], "time": now["recent"][0]["time"] - 3 * 3600}] * 40
+        now["layers"] = now["layers"] * 12
+
+    page = open_page(server, many)
+    assert page.evaluate(
+        "[...document.querySelectorAll('.scroll')].every(e => e.scrollHeight <= e.clientHeight + 1)"
+    )
+    assert len(cells(page, "recent")) == 12
+    page.click("#more")
+    assert len(cells(page, "recent")) == 40
+    assert ", the last 3 h" in page.inner_text("#of-ttft")

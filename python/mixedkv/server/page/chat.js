@@ -4,11 +4,12 @@ import { addNode, branch, children, deleteChat, listChats, loadChat, merge, newC
 import { codeBlock, make, showMarkdown } from "./markdown.js";
 
 const KEY = "mixedkv-key", DRAFT = "mixedkv-draft", SAVE_MS = 1000, RETRY_MS = 3000, MAX_TITLE = 80, MAX_SIDE = 1536 /* pixels */, LENGTH = 256;
+const MAX_FILE = 2e6 /* bytes */, LONG_PASTE = 3000 /* characters */, LONG_MESSAGE = 1500, NUMBERS = ["temperature", "top_p", "seed", "max_tokens"];
 const $ = (id) => document.getElementById(id);
 const count = (n, what) => `${new Intl.NumberFormat("en").format(n)} ${what}${n === 1 ? "" : "s"}`;
 const writings = new Map(); // by chat: {chat, node, abort}, answers that this tab receives
 const shown = new Map(); // by message: the function that draws it again
-let chat = newChat(), models = [], images = [], secret = "";
+let chat = newChat(), models = [], images = [], texts = [], secret = "";
 
 // --- the server ---
 
@@ -25,7 +26,7 @@ async function request(path, options = {}) {
   const body = await answer.json().catch(() => null);
   if (answer.status === 401) wantKey();
   const said = body?.error?.message?.replace(/^[a-z_]+(\.\w+)*: /, ""); // without the field of the API
-  throw new Error(said ?? `The server answered ${answer.status}.`);
+  throw Object.assign(new Error(said ?? `The server answered ${answer.status}.`), { code: body?.error?.code });
 }
 
 async function loadModels() {
@@ -73,13 +74,17 @@ async function* events(answer) {
 
 // --- asking ---
 
+/** What a message says: its attached texts, each under its name, and what was typed. */
+const whole = ({ content, texts: given = [] }) => [...given.map(({ name, text }) => `${name}:\n\n${text}`), content].filter(Boolean).join("\n\n");
+
 /** The messages of a branch as the server takes them. */
 function messages(of, end) {
   const out = of.settings.system ? [{ role: "system", content: of.settings.system }] : [];
-  for (const { role, content, images: seen, reasoning, calls, call } of branch(of, end)) {
+  for (const { role, content, images: seen, texts: given, reasoning, calls, call } of branch(of, end)) {
     if (role === "user") {
+      const said = whole({ content, texts: given });
       const parts = (seen ?? []).map((url) => ({ type: "image_url", image_url: { url } }));
-      const text = parts.length ? [...parts, { type: "text", text: content }] : content;
+      const text = parts.length ? [...parts, { type: "text", text: said }] : said;
       if (out.at(-1)?.role === "user") out.pop(); // its answer failed
       out.push({ role, content: text });
     } else if (role === "tool") out.push({ role, tool_call_id: call, content });
@@ -94,9 +99,9 @@ function messages(of, end) {
 const isBase = (of) => (models.find((each) => each.id === of.settings.model) ?? models[0])?.meta.chats === false;
 
 async function answer(of, parent) {
-  const { model, temperature, max_tokens, tools } = of.settings;
-  const prompt = isBase(of) ? { prompt: branch(of, parent).map(({ content }) => content).join(""), max_tokens: max_tokens ?? LENGTH } : { messages: messages(of, parent), max_tokens, tools };
-  const body = { model: model ?? models[0]?.id, ...prompt, temperature, stream: true, stream_options: { include_usage: true }, return_progress: true };
+  const { model, temperature, top_p, seed, max_tokens, tools } = of.settings;
+  const prompt = isBase(of) ? { prompt: branch(of, parent).map(whole).join(""), max_tokens: max_tokens ?? LENGTH } : { messages: messages(of, parent), max_tokens, tools };
+  const body = { model: model ?? models[0]?.id, ...prompt, temperature, top_p, seed, stream: true, stream_options: { include_usage: true }, return_progress: true };
   const node = addNode(of, parent, { role: "assistant", content: "", reasoning: "", calls: [], state: "writing", note: "" });
   const writing = { chat: of, node, abort: new AbortController() };
   writings.set(of.id, writing);
@@ -108,10 +113,22 @@ async function answer(of, parent) {
   } catch (error) {
     node.state = writing.abort.signal.aborted ? "stopped" : "failed";
     if (node.state === "failed") node.error = error instanceof TypeError ? "The server is out of reach." : error.message;
+    if (error.code === "context_length_exceeded") putBack(of, of.nodes[parent], error.message);
   }
   await keep(of, node);
   writings.delete(of.id); // only now: an answer that looks finished is one that a reload does not lose
   if (of === chat) show();
+}
+
+/** Show a chat as it was before a message that is too long, and the message in the box again, to be shortened. */
+function putBack(of, said, why) {
+  if (said.role !== "user" || of !== chat || $("text").value || texts.length || images.length) return;
+  of.shown = said.parent;
+  $("text").value = said.content;
+  [texts, images] = [said.texts ?? [], said.images ?? []];
+  fit();
+  showAttached();
+  tell(`Not sent: ${why}`);
 }
 
 async function receive(writing, body) {
@@ -137,6 +154,7 @@ async function receive(writing, body) {
   }
   if (!reason) throw new Error("The connection ended before the answer did.");
   node.note = note(usage, reason, (performance.now() - began) / 1000);
+  node.used = usage && usage.prompt_tokens + usage.completion_tokens;
 }
 
 function addCall(node, { index, id, function: called }) {
@@ -152,7 +170,7 @@ function note(usage, reason, seconds) {
 }
 
 async function keep(of, node) {
-  of.title ||= (Object.values(of.nodes).find((each) => each.role === "user")?.content || "Images").slice(0, MAX_TITLE);
+  of.title ||= (Object.values(of.nodes).find((each) => each.role === "user")?.content || "Attached files").slice(0, MAX_TITLE);
   await saveChat(of, node).catch((error) => tell(`This chat could not be kept: ${error.message}`));
   await showList();
 }
@@ -165,9 +183,9 @@ function openCall() {
   return given.every((node) => node.role === "tool") ? nodes[last].calls[given.length] : undefined;
 }
 
-async function send(content, pictures, parent = chat.shown) {
+async function send(content, pictures, files, parent = chat.shown) {
   const of = chat, call = parent === chat.shown ? openCall() : undefined;
-  const fields = call ? { role: "tool", content, call: call.id } : { role: "user", content, images: pictures };
+  const fields = call ? { role: "tool", content, call: call.id } : { role: "user", content, images: pictures, texts: files };
   const node = addNode(of, parent, fields);
   if (location.hash !== "#" + of.id) history.pushState(null, "", "#" + of.id);
   if (!call || !openCall()) return answer(of, node.id);
@@ -211,7 +229,7 @@ function article(node) {
   element.setAttribute("aria-label", { user: "You", tool: "Result of a tool", assistant: "Answer" }[node.role]);
   element.append(...(node.images?.length ? [make("div", "images", ...node.images.map((url) => picture(url)))] : []));
   if (node.role === "assistant") element.append(thought, body, calls, feet);
-  else element.append(body, feet), (body.textContent = node.content);
+  else element.append(...(node.texts ?? []).map(attached), ...(node.content ? [body] : []), feet), fold(body, node.content);
   const draw = () => {
     feet.replaceChildren(...foot(node, element));
     if (node.role !== "assistant") return;
@@ -224,6 +242,21 @@ function article(node) {
   shown.set(node.id, draw);
   draw();
   return element;
+}
+
+/** An attached text, closed. */
+function attached({ name, text }) {
+  const lines = text.split("\n").length;
+  return make("details", "", make("summary", "", `${name} (${count(lines, "line")})`), make("pre", "", text));
+}
+
+/** A long message shows its beginning, and all of it when asked. */
+function fold(body, text) {
+  body.textContent = text.length > LONG_MESSAGE ? text.slice(0, LONG_MESSAGE) + "…" : text;
+  if (text.length > LONG_MESSAGE) {
+    const more = button("Show all", "Show the whole message", () => { body.textContent = text; });
+    body.append(make("div", "", more));
+  }
 }
 
 function picture(url) {
@@ -276,7 +309,7 @@ function edit(node, element) {
   text.setAttribute("aria-label", "Edited message");
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    if (text.value.trim() || node.images?.length) send(text.value.trim(), node.images, node.parent);
+    if (text.value.trim() || node.images?.length || node.texts?.length) send(text.value.trim(), node.images, node.texts, node.parent);
   });
   text.addEventListener("keydown", (event) => enterSends(event, form));
   element.replaceChildren(form);
@@ -298,11 +331,12 @@ async function copy(text, from) {
 }
 
 async function showList() {
-  const list = await listChats();
+  const list = await listChats($("find").value.trim());
   $("chats").replaceChildren(...list.map(({ id, title }) => {
     const link = make("a", "", title), item = make("li", id === chat.id ? "here" : "", link);
     link.href = "#" + id;
     if (id === chat.id) link.setAttribute("aria-current", "page");
+    item.append(button("✎", `Rename ${title}`, () => rename(id, title)));
     item.append(button("✕", `Delete ${title}`, async () => {
       if (!confirm(`Delete the chat “${title}”?`)) return;
       writings.get(id)?.abort.abort();
@@ -311,6 +345,27 @@ async function showList() {
     }));
     return item;
   }));
+}
+
+async function rename(id, title) {
+  const name = prompt("Name of this chat", title)?.trim().slice(0, MAX_TITLE);
+  const of = id === chat.id ? chat : writings.get(id)?.chat ?? (await loadChat(id));
+  if (!name || !of) return;
+  of.title = name;
+  await keep(of, writings.get(id)?.node ?? null);
+  if (of === chat) show(false);
+}
+
+/** Save the shown branch as Markdown. */
+function exportChat() {
+  const heads = { user: "You", assistant: "Answer", tool: "Result of a tool" };
+  const parts = branch(chat).map((node) => `## ${heads[node.role]}\n\n${whole(node)}`);
+  if (chat.settings.system) parts.unshift(`## System prompt\n\n${chat.settings.system}`);
+  const link = make("a");
+  link.href = URL.createObjectURL(new Blob([`# ${chat.title}\n\n${parts.join("\n\n")}\n`], { type: "text/markdown" }));
+  link.download = `${chat.title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "") || "chat"}.md`;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
 // --- which chat, with which settings ---
@@ -342,24 +397,33 @@ async function changed(id) {
 
 function showSettings() {
   const model = models.find((each) => each.id === chat.settings.model) ?? models[0];
-  $("model").hidden = models.length < 2;
-  if (model) $("model").value = $("alone").textContent = model.id;
+  $("model").hidden = !models.length;
+  if (model) $("model").value = model.id;
+  const used = branch(chat).findLast((node) => node.used)?.used, most = model?.meta.n_ctx;
+  $("used").hidden = !(used && most);
+  if (used && most) {
+    Object.assign($("meter"), { max: most, high: 0.8 * most, value: used });
+    $("tokens").textContent = `${new Intl.NumberFormat("en").format(used)} of ${count(most, "token")}`;
+  }
+  $("export").hidden = !branch(chat).length;
   if (!branch(chat).length) $("log").replaceChildren(hello()), ($("text").placeholder = isBase(chat) ? "Text to continue" : "Message");
-  $("attach").hidden = !model?.meta.capabilities.includes("vision");
 }
 
 function readSettings() {
   const settings = { model: chat.settings.model, system: $("system").value.trim() };
-  for (const name of ["temperature", "max_tokens"]) if ($(name).value) settings[name] = Number($(name).value);
+  for (const name of NUMBERS) if ($(name).value) settings[name] = Number($(name).value);
   if ($("tools").value.trim()) settings.tools = JSON.parse($("tools").value);
   return settings;
 }
 
-// --- images: made smaller here, which also leaves out what a camera has written into the file ---
+const sees = () => (models.find((each) => each.id === chat.settings.model) ?? models[0])?.meta.capabilities.includes("vision");
+
+// --- attached files. Images are made smaller here, which also leaves out what a camera has written into the file ---
 
 async function attach(files) {
-  if ($("attach").hidden) return;
   for (const file of files) {
+    if (!file.type.startsWith("image/")) { await attachText(file); continue; }
+    if (!sees()) { tell(`${file.name}: this model takes no images.`); continue; }
     try {
       const bitmap = await createImageBitmap(file), scale = Math.min(1, MAX_SIDE / Math.max(bitmap.width, bitmap.height));
       const canvas = make("canvas");
@@ -370,16 +434,33 @@ async function attach(files) {
       tell(`${file.name} is no image that this browser can read.`);
     }
   }
-  showImages();
+  showAttached();
 }
 
-function showImages() {
-  $("images").hidden = !images.length;
-  $("images").replaceChildren(...images.map((url, i) => {
-    const remove = button("", "Remove this image", () => { images.splice(i, 1); showImages(); });
+async function attachText(file) {
+  if (file.size > MAX_FILE) return tell(`${file.name} has more than ${MAX_FILE / 1e6} MB.`);
+  try {
+    const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+    if (text.includes("\0")) throw new TypeError();
+    texts.push({ name: file.name, text });
+  } catch {
+    tell(`${file.name} is no text in UTF-8.`);
+  }
+}
+
+function showAttached() {
+  $("images").hidden = !images.length && !texts.length;
+  const pictures = images.map((url, i) => {
+    const remove = button("", "Remove this image", () => { images.splice(i, 1); showAttached(); });
     remove.append(picture(url));
     return remove;
-  }));
+  });
+  const files = texts.map(({ name, text }, i) => {
+    const remove = button(`${name} (${count(text.split("\n").length, "line")}) ✕`, `Remove ${name}`, () => { texts.splice(i, 1); showAttached(); });
+    remove.className = "file";
+    return remove;
+  });
+  $("images").replaceChildren(...pictures, ...files);
 }
 
 // --- what people do ---
@@ -399,22 +480,30 @@ function fit() {
 
 $("ask").addEventListener("submit", (event) => {
   event.preventDefault();
-  const content = $("text").value.trim(), pictures = images;
+  const content = $("text").value.trim(), pictures = images, files = texts;
   if (event.submitter && !idle()) return writings.get(chat.id).abort.abort();
-  if (!idle() || (!content && !pictures.length)) return;
+  if (!idle() || (!content && !pictures.length && !files.length)) return;
   $("text").value = "";
   images = [];
+  texts = [];
   fit();
-  showImages();
+  showAttached();
   tell("");
-  send(content, pictures);
+  send(content, pictures, files);
 });
 $("text").addEventListener("keydown", (event) => enterSends(event, $("ask")));
 $("text").addEventListener("input", fit);
 $("text").addEventListener("paste", (event) => {
-  const files = [...event.clipboardData.files].filter((file) => file.type.startsWith("image/"));
-  if (files.length && !$("attach").hidden) event.preventDefault(), attach(files);
+  const files = [...event.clipboardData.files], text = event.clipboardData.getData("text/plain");
+  if (files.length) return event.preventDefault(), void attach(files);
+  if (text.length <= LONG_PASTE) return;
+  event.preventDefault();
+  const n = texts.filter(({ name }) => name.startsWith("Pasted text")).length;
+  texts.push({ name: n ? `Pasted text ${n + 1}` : "Pasted text", text });
+  showAttached();
 });
+$("find").addEventListener("input", showList);
+$("export").addEventListener("click", exportChat);
 document.addEventListener("keydown", (event) => {
   if (event.key === "Escape" && !document.querySelector("dialog[open]")) writings.get(chat.id)?.abort.abort();
 });
@@ -449,10 +538,9 @@ $("model").addEventListener("change", () => {
   if (chat.kept) keep(chat, null);
 });
 $("open-settings").addEventListener("click", () => {
-  const { system = "", temperature = "", max_tokens = "", tools } = chat.settings;
-  Object.assign($("system"), { value: system });
-  Object.assign($("temperature"), { value: temperature });
-  Object.assign($("max_tokens"), { value: max_tokens });
+  const { system = "", tools } = chat.settings;
+  $("system").value = system;
+  for (const name of NUMBERS) $(name).value = chat.settings[name] ?? "";
   $("tools").value = tools ? JSON.stringify(tools, null, 1) : "";
   $("wrong").textContent = "";
   $("settings").showModal();

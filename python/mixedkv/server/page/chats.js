@@ -27,10 +27,11 @@ export async function openChats(changed) {
 export const newId = () => Array.from(crypto.getRandomValues(new Uint8Array(9)), (x) => x.toString(36).padStart(2, "0")).join("");
 export const newChat = () => ({ id: newId(), title: "", time: Date.now(), settings: {}, shown: null, nodes: {}, kept: false });
 
-/** Title and time of each chat, the latest first. */
-export async function listChats() {
-  const all = database ? await done(chats().getAll()) : [...loose.values()];
-  return all.map(({ id, title, time }) => ({ id, title, time })).sort((a, b) => b.time - a.time);
+/** Title and time of each chat, the latest first; with a text those that have it in their title or a message. */
+export async function listChats(text = "") {
+  const all = database ? await done(chats().getAll()) : [...loose.values()], sought = text.toLowerCase();
+  const has = (chat) => [chat.title, ...Object.values(chat.nodes).map((node) => node.content)].some((each) => each.toLowerCase().includes(sought));
+  return all.filter((chat) => !sought || has(chat)).map(({ id, title, time }) => ({ id, title, time })).sort((a, b) => b.time - a.time);
 }
 
 export async function loadChat(id) {

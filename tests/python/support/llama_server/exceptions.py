@@ -240,8 +240,8 @@ EXCEPTIONS: tuple[Known, ...] = (
         ("test_rerank::test_rerank", "test_rerank::test_rerank_tei_format"),
     ),
     Known(
-        "ours",
-        "`add_generation_prompt` is ignored and named: a rendered chat has the beginning of the answer",
+        "differs",
+        "`add_generation_prompt: false` is refused: a rendered chat has the beginning of the answer",
         (
             "test_template::test_add_generation_prompt[meta-llama-Llama-3.3-70B-Instruct-"
             "<|start_header_id|>assistant<|end_header_id|>-False]",
