@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from mixedkv._core import HotWindow
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.engine.schedule.progress import Progress
 from support.scheduler_support import N_BATCH, N_CTX, Desk
+from support.toy_parts import SlicedPart
 
 pytestmark = pytest.mark.core
 
@@ -54,6 +57,59 @@ def test_who_wants_what_another_evaluates_waits_for_it() -> None:
     desk.finish()
     assert (a.work.n_cached, b.work.n_cached) == (0, 100)
     assert b.work.exact
+
+
+def with_slices(desk: Desk, begin: int, prompt: range) -> Progress:
+    """A job whose prompt is evaluated in slices from `begin` on, whose rows come from elsewhere."""
+    (job,) = desk.add(prompt)
+    job.prefix.accept = "chunks"
+    never = random.Random()
+    never.random = lambda: 1.0  # type: ignore[method-assign]
+    job.import_rows(begin, SlicedPart(len(prompt) - 1 - begin, never), "toy")
+    return job
+
+
+def test_a_part_takes_its_share_of_steps_beside_answers() -> None:
+    desk = Desk()
+    (talker,) = desk.add(range(10), max_tokens=100)
+    desk.step()
+    job = with_slices(desk, 40, range(1000, 1150))
+    while not job.n_answer:
+        n, step = talker.n_answer, desk.step()
+        assert talker.n_answer == n + 1
+        assert len(step) <= N_BATCH
+        assert job.n_rows in (*range(41), 149, 150)  # half-done rows are not counted
+    assert desk.outcomes["sliced", "goes on"] > 1
+    assert desk.outcomes["sliced", "done"] == 1
+    assert (job.work.exact, job.work.n_approximate, job.work.n_cached) == (False, 54, 54)
+    assert not job.parts
+
+
+def test_rows_of_a_part_that_is_half_done_go_with_their_job() -> None:
+    desk = Desk()
+    (talker,) = desk.add(range(10), max_tokens=100)
+    desk.step()
+    job = with_slices(desk, 40, range(1000, 1150))
+    while not job.is_half_done:
+        desk.step()
+    assert desk.scheduler._youngest("") is talker  # it cannot be paused now
+    job.cancelled = True
+    desk.finish()
+    assert talker.n_answer == 100
+    assert [seq.tokens[0] for seq in desk.pool.held()] == [0]
+
+
+def test_a_part_without_room_is_evaluated_as_tokens() -> None:
+    desk = Desk(parallel=1, idle=1)
+    desk.add(range(1000, 1040))
+    desk.finish()
+    job = with_slices(desk, 60, range(1000, 1100))
+    part = job.parts[60]
+    assert isinstance(part, SlicedPart)
+    part._chance.random = lambda: 0.0  # type: ignore[method-assign]
+    desk.finish()
+    assert desk.outcomes == {("sliced", "given up"): 1}
+    assert (job.n_answer, job.work.exact, job.work.n_cached) == (8, True, 0)
 
 
 def test_tenants_do_not_wait_for_each_other() -> None:

@@ -12,12 +12,12 @@ from mixedkv._core import HotWindow
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request
-from mixedkv.images.prompt_image import ImageVectors
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.rows import APPROXIMATE, COMPUTED, Validities, all_of
 from mixedkv.prompts.overflow import NOWHERE, LongPrompt, head_of
 from mixedkv.work.turns import TenantLimits
 from support.scheduler_support import Cells, Desk
+from support.toy_parts import SlicedPart, WholePart
 
 RULES = [CutRule(), CutRule(HotWindow(16, 8, 2)), CutRule(sliding=20), CutRule(recurrent=True)]
 _SLOWEST = 4  # steps for a token of a prompt beside answers
@@ -89,7 +89,7 @@ class World(Desk):
             prompt[at : at + size] = ids.tolist()
             more = chance.choice([0, 0, 2])
             if n + more < n_ctx:
-                parts = [ImageVectors(ids, np.zeros((size + more, 1), np.float32), None, causal=False)]
+                parts = [WholePart(ids, more)]
             else:
                 prompt[at : at + size] = range(size)
         slides = not parts and chance.random() < 0.2
@@ -107,6 +107,10 @@ class World(Desk):
             n_logprobs=None,
         )
         job = Progress(request)
+        if job.n_prompt > 8 and not (parts or slides) and job.prefix.reuse and chance.random() < 0.25:
+            begin = chance.randint(1, job.n_prompt - 4)  # as a connector does that has found chunks
+            job.prefix.accept = "chunks"
+            job.import_rows(begin, SlicedPart(job.n_prompt - 1 - begin, chance), "toy")
         if slides and job.n_prompt >= n_ctx:
             long = LongPrompt(job.prompt, head_of(NOWHERE, n_ctx), n_ctx)
             job.leave_out(long, long.to_drop())

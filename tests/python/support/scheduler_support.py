@@ -24,6 +24,7 @@ class Cells:
     """The rows of a unified cache: for each sequence the cell at each position. Cells may be shared."""
 
     can_shift = True
+    n_ctx = N_CTX
 
     def __init__(self, n_seq: int, rule: CutRule) -> None:
         self.n_seq, self.rule = n_seq, rule
@@ -136,6 +137,8 @@ class Desk:
         self.n_ctx = n_ctx
         rule = rule or CutRule()
         self.cells, self.log = self.make_cells(parallel + idle, rule), Log()
+        self.cells.n_ctx = n_ctx
+        self.outcomes: Counter[tuple[str, str]] = Counter()  # of parts, by kind and state
         self.pool = SequencePool(self.cells, parallel + idle, rule)
         self.scheduler: Scheduler[Progress] = Scheduler(
             self.pool,
@@ -222,11 +225,13 @@ class Desk:
         job, part = run.job, run.part
         if job.seq is None or job.part is not part:  # it gave way to another one
             return
-        if self.cells.used + part.n_cells <= self.n_ctx:
-            n = part.n_tokens
-            self.cells.evaluate(job.seq.id, job.n_rows, n, more=part.n_cells - n)
-            self.scheduler.part_done(run, 0)
-        elif (last := self.scheduler.preempt()) is not None:
+        found = part.evaluate(self.cells, job.prompt, job.n_rows, job.seq.id, run.n)
+        self.outcomes[part.kind, found.state] += 1
+        if found.state == "done":
+            self.scheduler.part_done(run, found.n_reused)
+        elif found.state == "given up":
+            self.scheduler.give_up_parts(job)
+        elif found.state == "no cells" and (last := self.scheduler.preempt()) is not None:
             self.scheduler.leave(last)
 
     def finish_one(self, job: Progress, limit: int = 500) -> None:
