@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from mixedkv.engine import Request
 from mixedkv.server.api.schemas import GenerationFields
 from mixedkv.server.api_error import bad_request
+from mixedkv.server.http.tenant_bytes import MAX_ANSWER_BYTES
 from mixedkv.server.state import ServerState
 
-MAX_ANSWER_BYTES = 64_000_000  # of the answer to one request, as it may become
 _LOGPROB_BYTES = 100  # of JSON, at most for most tokens
 
 
@@ -38,6 +39,18 @@ def check_request(
         _check_images(body)
     if n * len(prompts) > engine.most_jobs(owner):
         raise bad_request(f"n={n} for {len(prompts)} prompts is more than this server queues", "n")
+
+
+def answer_bytes(requests: Iterable[Request], n_ctx: int) -> int:
+    """Return how many bytes the logprobs of answers may have; texts are small beside them."""
+    n = 0
+    for request in requests:
+        if request.n_logprobs is not None:
+            most = request.max_tokens if request.slides else min(request.max_tokens, n_ctx)
+            n += most * (request.n_logprobs + 1)
+        if request.prompt_logprobs is not None:
+            n += len(request.prompt) * (request.prompt_logprobs + 1)
+    return n * _LOGPROB_BYTES
 
 
 def _check_reuse(server: ServerState, body: GenerationFields) -> None:

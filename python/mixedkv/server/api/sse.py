@@ -14,7 +14,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from mixedkv.engine import Delta, Done, Job
+from mixedkv.server.api.request_limits import answer_bytes
 from mixedkv.server.api_error import ApiError
+from mixedkv.server.http.middleware import HOLD_ANSWER
 from mixedkv.server.http.revoked import ENDING
 from mixedkv.server.packing import encode_text, json_pieces
 from mixedkv.server.pending import OnEvent, PendingRequest, disconnected, or_disconnect
@@ -237,6 +239,8 @@ async def generated(request: Request, answer: SentAnswer, on_event: OnEvent | No
 
 def _pending(request: Request, answer: SentAnswer, on_event: OnEvent | None) -> PendingRequest:
     server = answer.server
+    if not answer.streams:  # of a stream nothing is kept
+        request.scope[HOLD_ANSWER](answer_bytes((job.request for job in answer.jobs), server.engine.n_ctx))
     seconds = server.settings.request_timeout
     pending = PendingRequest(server.engine, answer.jobs, seconds, time_left(request), on_event)
     request.scope[ENDING].then(pending.end)

@@ -8,9 +8,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,6 +22,7 @@ from mixedkv.hosts import is_local
 from mixedkv.server.api_error import ApiError, no_key, timed_out, too_many_connections
 from mixedkv.server.http.places import PLACE, ConnectionPlace
 from mixedkv.server.http.revoked import Ending, WithKeys
+from mixedkv.server.http.tenant_bytes import MAX_ANSWER_BYTES, TenantBytes
 from mixedkv.server.logs import request_id
 from mixedkv.work.presence import presence
 
@@ -196,6 +197,7 @@ _HEALTH = ("/health", "/ready", "/metrics")
 _LINGER_SECONDS = 1.0
 # in a request's scope:
 DEADLINE = "mixedkv.deadline"  # time of the event loop at which the request is given up
+HOLD_ANSWER = "mixedkv.hold_answer"  # counts the bytes that an answer may have
 TENANT = "mixedkv.tenant"  # tenant whose key it has; None without a valid key
 _LARGEST_AT_A_TIME = 8  # all bodies together may take this many times the largest size
 _BYTES_PER_SECOND = 16_000_000  # of a tenant's large bodies, while other tenants have requests
@@ -215,7 +217,8 @@ class BodyLimit:
         self._app, self._max_bytes = app, max_bytes
         self._read_seconds, self._seconds = read_seconds, seconds
         self._with_keys, self._count = WithKeys(keys), count
-        self._held: Counter[str] = Counter()  # bytes of each tenant's requests at work
+        self._bodies = TenantBytes(_LARGEST_AT_A_TIME * max_bytes)
+        self._answers = TenantBytes(_LARGEST_AT_A_TIME * MAX_ANSWER_BYTES)
         self._read_until: dict[str, float] = {}  # when each tenant's large bodies so far are paid for
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -234,6 +237,7 @@ class BodyLimit:
         headers = Headers(scope=scope)
         scope[TENANT] = self._with_keys.tenant(headers)
         held = _Held(scope[TENANT] or "")
+        scope[HOLD_ANSWER] = partial(self._hold_answer, held)
         ending = self._with_keys.enter(scope, headers, scope[TENANT])
         try:
             with presence.of(held.tenant) if scope[TENANT] is not None else nullcontext():
@@ -340,43 +344,51 @@ class BodyLimit:
         if size > limit:
             raise self._too_large(limit)
         more = max(0, size - held.size)
-        if size > _SMALL and not self._has_room(held.tenant, more):
+        if size > _SMALL and not self._bodies.has_room(held.tenant, more):
             self._release(held)  # at once, so that a body in the same turn of the event loop has room
-            raise ApiError(
-                429,
-                f"the bodies of requests at work take {_LARGEST_AT_A_TIME} times max_body_mb="
-                f"{self._max_bytes / 1e6:g}, which is the limit: try again later",
-                code="too_many_bytes",
-                headers={"Retry-After": "1", "Connection": "close"},
-            )
+            limit_of_all = f"{_LARGEST_AT_A_TIME} times max_body_mb={self._max_bytes / 1e6:g}"
+            raise _too_many_bytes("bodies", limit_of_all)
         held.size += more
-        self._held[held.tenant] += more
+        self._bodies.add(held.tenant, more)
 
-    def _has_room(self, tenant: str, more: int) -> bool:
-        """Return whether a tenant may hold so many bytes more: while there is room for all, and up to an
-        equal share among the tenants that hold much, whatever they hold.
+    def _hold_answer(self, held: _Held, n: int) -> None:
+        """Count the memory of an answer that may have `n` bytes, until the client has it.
+
+        Raises:
+            ApiError: 429, the answers of this tenant may become too large.
         """
-        most = _LARGEST_AT_A_TIME * self._max_bytes
-        n_others = sum(name != tenant and n > _SMALL for name, n in self._held.items())
-        return self._held.total() + more <= most or self._held[tenant] + more <= most // (1 + n_others)
+        if n > _SMALL and not self._answers.has_room(held.tenant, n):
+            raise _too_many_bytes("answers", f"{_LARGEST_AT_A_TIME} times {MAX_ANSWER_BYTES} bytes")
+        held.answer += n
+        self._answers.add(held.tenant, n)
 
     def _release(self, held: _Held) -> None:
-        """Count the memory of a body as free."""
-        self._held[held.tenant] -= held.size
-        if not self._held[held.tenant]:
-            del self._held[held.tenant]
-        held.size, held.parts = 0, None
+        """Count the memory of a body and its answer as free."""
+        self._bodies.add(held.tenant, -held.size)
+        self._answers.add(held.tenant, -held.answer)
+        held.size, held.answer, held.parts = 0, 0, None
 
     def _too_large(self, limit: int) -> ApiError:
         message = f"the body is larger than {limit} bytes, which is what this server takes"
         return ApiError(413, message, code="body_too_large", headers={"Connection": "close"})
 
 
+def _too_many_bytes(what: str, limit: str) -> ApiError:
+    return ApiError(
+        429,
+        f"the {what} of requests at work take {limit}, which is the limit: try again later",
+        code="too_many_bytes",
+        headers={"Retry-After": "1", "Connection": "close"},
+    )
+
+
 class _Held:
-    """A body in memory: the bytes received so far and its parts, which are None if it is incomplete."""
+    """A body in memory: the bytes received so far and its parts, which are None if it is incomplete; and how
+    many bytes its answer may have.
+    """
 
     def __init__(self, tenant: str) -> None:
-        self.tenant, self.size = tenant, 0
+        self.tenant, self.size, self.answer = tenant, 0, 0
         self.parts: Any = []
 
     def replay(self, receive: Receive) -> Receive:

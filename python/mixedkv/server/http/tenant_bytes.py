@@ -1,0 +1,34 @@
+"""Shares memory out between tenants: what one holds leaves room for the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+MAX_ANSWER_BYTES = 64_000_000  # of the answer to one request, as it may become
+_SMALL = 1 << 16  # as many as there are connections are no danger
+
+
+class TenantBytes:
+    """Counts the bytes that each tenant's requests hold.
+
+    Args:
+        most: bytes that all may hold together. Beyond, a tenant may hold an equal share of them among the
+            tenants that hold more than a little.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._held: Counter[str] = Counter()
+
+    def has_room(self, tenant: str, more: int) -> bool:
+        """Return whether a tenant may hold this many bytes more."""
+        n_others = sum(name != tenant and n > _SMALL for name, n in self._held.items())
+        left_of_all = self._most - self._held.total()
+        left_of_share = self._most // (1 + n_others) - self._held[tenant]
+        return more <= max(left_of_all, left_of_share)
+
+    def add(self, tenant: str, n: int) -> None:
+        """Count bytes of a tenant: fewer than nothing when they are free again."""
+        self._held[tenant] += n
+        if not self._held[tenant]:
+            del self._held[tenant]

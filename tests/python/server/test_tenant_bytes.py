@@ -1,0 +1,117 @@
+"""What a tenant's requests hold in memory leaves room for others: bodies, and answers until they are read."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mixedkv.doors.keys import Keys
+from mixedkv.engine import Request, Sampling
+from mixedkv.server.api.request_limits import answer_bytes
+from mixedkv.server.api_error import ApiError
+from mixedkv.server.http.middleware import HOLD_ANSWER, BodyLimit
+from mixedkv.server.http.tenant_bytes import MAX_ANSWER_BYTES, TenantBytes
+from support.server_support import key_file
+
+
+@pytest.mark.core
+def test_a_tenant_has_an_equal_share_whatever_others_hold() -> None:
+    held = TenantBytes(8_000_000)
+    assert held.has_room("a", 8_000_000)
+    held.add("a", 8_000_000)
+    assert not held.has_room("a", 1)
+    assert held.has_room("b", 4_000_000)
+    assert not held.has_room("b", 4_000_001)
+    held.add("b", 4_000_000)
+    held.add("a", -8_000_000)
+    assert held.has_room("a", 4_000_000)
+
+
+def test_what_was_added_and_taken_away_leaves_nothing() -> None:
+    rng, held, added = random.Random(7), TenantBytes(1_000_000), list[tuple[str, int]]()
+    for _ in range(1000):
+        if added and rng.random() < 0.5:
+            name, n = added.pop(rng.randrange(len(added)))
+            held.add(name, -n)
+        else:
+            added.append((rng.choice("abc"), rng.randrange(200_000)))
+            held.add(*added[-1])
+    for name, n in added:
+        held.add(name, -n)
+    assert not held._held
+
+
+def test_logprobs_are_counted_before_they_are_made() -> None:
+    sampling = Sampling()
+    request = Request(prompt=range(50), max_tokens=1000, sampling=sampling, n_logprobs=4)
+    assert answer_bytes([request], 4096) == 1000 * 5 * 100
+    assert answer_bytes([request, request], 500) == 2 * 500 * 5 * 100  # the context ends an answer
+    request = Request(prompt=range(50), max_tokens=1, sampling=sampling, prompt_logprobs=20)
+    assert answer_bytes([request], 4096) == 50 * 21 * 100
+    assert answer_bytes([Request(prompt=range(50), max_tokens=1000, sampling=sampling)], 4096) == 0
+
+
+class _Count:
+    def labels(self, *_: str) -> _Count:
+        return self
+
+    def inc(self) -> None: ...
+
+
+def test_large_answers_of_a_tenant_are_bounded_until_they_are_read(tmp_path: Path) -> None:
+    """The ninth answer of 64 MB is refused. Another tenant's is not, nor the next one when one is read."""
+
+    async def scene() -> None:
+        go_on = asyncio.Event()
+
+        async def application(scope: Any, receive: Any, send: Any) -> None:
+            status = 200
+            try:
+                scope[HOLD_ANSWER](MAX_ANSWER_BYTES)
+                await go_on.wait()
+            except ApiError as error:
+                status = error.status
+            await send({"type": "http.response.start", "status": status, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        keys = Keys.load(str(key_file(tmp_path, "a:key-of-a-0123456789", "b:key-of-b-0123456789")))
+        app: Any = BodyLimit(
+            application, max_bytes=1000, read_seconds=60, seconds=60, keys=keys, count=_Count()
+        )
+
+        def ask(tenant: str) -> asyncio.Task[int]:
+            return asyncio.create_task(_ask(app, f"key-of-{tenant}-0123456789"))
+
+        held = [ask("a") for _ in range(8)]
+        await asyncio.sleep(0.05)
+        assert await ask("a") == 429
+        beside = ask("b")
+        await asyncio.sleep(0.05)
+        assert not beside.done()
+        go_on.set()
+        assert await asyncio.gather(*held, beside) == [200] * 9
+        assert await ask("a") == 200
+        assert not app._answers._held
+
+    asyncio.run(scene())
+
+
+async def _ask(app: Any, key: str) -> int:
+    found: list[int] = []
+    messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
+
+    async def receive() -> Any:
+        return messages.pop() if messages else await asyncio.Future()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            found.append(message["status"])
+
+    headers = [(b"authorization", b"Bearer " + key.encode())]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    await app(scope, receive, send)
+    return found[0]
