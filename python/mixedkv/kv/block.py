@@ -146,10 +146,6 @@ class KVBlock:
         """
         return replace(self, validity=all_of(len(self), COMPUTED), setting=setting)
 
-    def doubted(self) -> KVBlock:
-        """Return the block as one of which nothing is known."""
-        return replace(self, validity=all_of(len(self), DOUBTED))
-
     def to_arrays(self) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays by name: "tokens", "<group>.positions", "<group>.<layer>.k" and so on."""
         rows = {name: array for i, group in enumerate(self.groups) for name, array in group.named(f"{i}.")}
@@ -170,8 +166,7 @@ class KVBlock:
 
     @classmethod
     def from_arrays(cls, description: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> KVBlock:
-        """Return the block that `describe` and `to_arrays` were called on. Both may come from anywhere. Rows
-        are doubted if the description does not say what they are.
+        """Return the block that `describe` and `to_arrays` were called on. Both may come from anywhere.
 
         Raises:
             ValueError: something is missing, of another type, or does not fit the rest; the message names it.
@@ -194,16 +189,14 @@ class KVBlock:
             raise ValueError(f"groups: none has all rows of [{p0}, {p1})")
         if left:
             raise ValueError(f"array {sorted(left)[0]!r} belongs to no layer of the description")
-        said = "truth" in description
-        known = read_validity(description["truth"], p1 - p0) if said else all_of(p1 - p0, DOUBTED)
         return cls(
             p0=p0,
             p1=p1,
             tokens=tokens,
             groups=groups,
             checkpoints=points,
-            validity=known,
-            past=_read_past(description.get("past", "0")),
+            validity=read_validity(description.get("truth"), p1 - p0),
+            past=_read_past(description.get("past")),
             setting=read_setting(description),
         )
 

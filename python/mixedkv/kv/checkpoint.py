@@ -96,8 +96,7 @@ class Checkpoint:
             for i, group in enumerate(take_list(description, "groups", at_least=0))
         )
         state = take(arrays, prefix + "state", np.uint8, (None,))
-        # versions before 4 have none
-        pasts = take(arrays, prefix + "pasts", np.uint8, (None,)) if prefix + "pasts" in arrays else _NO_STATE
+        pasts = take(arrays, prefix + "pasts", np.uint8, (None,))
         if len(pasts) not in (0, 8 * (n - first + 1)):
             raise ValueError(
                 f"array {prefix + 'pasts'!r} is not of the {n - first + 1} cuts from {first} to {n}"

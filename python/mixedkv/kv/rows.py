@@ -235,12 +235,12 @@ def take_list(description: Any, field: str, at_least: int) -> list[Any]:
 
 
 def read_setting(description: Mapping[str, Any]) -> str:
-    """Return the setting that a description names; "" if it does not, as those of former versions.
+    """Return the setting that a description names; "" where it is not known.
 
     Raises:
-        ValueError: it is no such text.
+        ValueError: it is missing, or no such text.
     """
-    setting = description.get("setting", "")
+    setting = description.get("setting")
     if not isinstance(setting, str) or len(setting) > _TEXT_MAX or not setting.isprintable():
         raise ValueError(f"setting: it is no line of text of up to {_TEXT_MAX} characters")
     if setting and not all("=" in part for part in setting.split(" ")):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import grpc
 import numpy as np
 
+from mixedkv.backoff import Backoff
 from mixedkv.engine.chat.tokenizer import Prompt
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.errors import ClosedError, ContextLengthError
@@ -358,7 +359,11 @@ class SplitSession:
     def _evaluate(self, tokens: list[int], n_hidden: int) -> Floats:
         """Return the hidden states of the last tokens, [n_hidden, width]."""
         self._go_back(tokens, n_hidden)
-        wait, end, resends = _FIRST_WAIT, time.monotonic() + self._client.patience, 0
+        backoff, end, resends = (
+            Backoff(_FIRST_WAIT, _LONGEST_WAIT),
+            time.monotonic() + self._client.patience,
+            0,
+        )
         while True:
             try:
                 return self._send(tokens, n_hidden)
@@ -369,9 +374,8 @@ class SplitSession:
                     resends += 1
                     self.n_resends += 1
                     self._forget(keep=resends == 1)
-                elif code in _AGAIN and time.monotonic() + wait < end:
-                    time.sleep(wait)
-                    wait = min(2 * wait, _LONGEST_WAIT)
+                elif code in _AGAIN and time.monotonic() + backoff.failed() < end:
+                    time.sleep(backoff.seconds)
                 else:
                     raise _from(self._client.address, error) from error
 

@@ -5,7 +5,7 @@ stood at the end of the exported block, and a mixed cache has recent rows in F16
 the window may lack rows, so that the cut is unusable, or F16 copies, so that it is not exact. The state of
 recurrent layers is in checkpoints alone. A cut at a checkpoint is always exact.
 
-Entries of earlier versions do not say what their rows are. Those are doubted, so no cut of them is exact.
+All rows of an entry were computed from the start: `KVStore.put` takes no others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -37,13 +37,10 @@ class GroupRows:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """The rows of a block by group of layers, the cuts that its checkpoints serve, [first, last] each, and
-    whether all rows were computed from the start.
-    """
+    """The rows of a block by group of layers, and the cuts that its checkpoints serve, [first, last] each."""
 
     groups: list[GroupRows]
     served: list[tuple[int, int]] = field(default_factory=list)
-    computed: bool = False
 
     def serves(self, n: int) -> bool:
         return any(first <= n <= last for first, last in self.served)
@@ -57,17 +54,12 @@ def of_block(block: KVBlock) -> Coverage:
     """Return the coverage of a block."""
     groups = [_rows_of(group) for group in block.groups]
     served = [(point.first, point.n) for point in block.checkpoints]
-    return Coverage(groups, served, block.n_exact == len(block))
+    return Coverage(groups, served)
 
 
 def to_text(coverage: Coverage) -> str:
     groups = [[group.rows, group.hot] for group in coverage.groups]
-    what: Any = groups
-    if coverage.computed:
-        what = {"groups": groups, "served": coverage.served, "computed": True}
-    elif coverage.served:  # as earlier versions wrote it
-        what = {"groups": groups, "served": coverage.served}
-    return json.dumps(what, separators=(",", ":"))
+    return json.dumps({"groups": groups, "served": coverage.served}, separators=(",", ":"))
 
 
 def from_text(text: str) -> Coverage:
@@ -78,11 +70,10 @@ def from_text(text: str) -> Coverage:
     """
     try:
         what = json.loads(text)
-        what = what if isinstance(what, dict) else {"groups": what, "served": []}
         groups, served = what["groups"], what["served"]
         rows = [GroupRows(_checked(rows), _checked(hot)) for rows, hot in groups]
         ranges = _checked([[first, last + 1] for first, last in served])
-        return Coverage(rows, [(begin, end - 1) for begin, end in ranges], what.get("computed") is True)
+        return Coverage(rows, [(begin, end - 1) for begin, end in ranges])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise EntryError("damaged", f"the rows of an entry are not readable: {error}") from error
 
@@ -100,7 +91,7 @@ def verdict(identity: Identity, chain: Sequence[tuple[Coverage, int, int]], n: i
     served = chain[-1][0].serves(n)
     if identity.recurrent and not served:
         return "unusable"
-    is_exact = all(coverage.computed for coverage, _, _ in chain)
+    is_exact = True
     for i in range(len(chain[0][0].groups)):
         used = [(coverage.groups[i], begin, end) for coverage, begin, end in chain]
         rows = _union(run for group, begin, end in used for run in _clip(group.rows, begin, end))
@@ -134,7 +125,7 @@ def window_begin(identity: Identity, n: int) -> int:
 
 def verdict_of_end(identity: Identity, coverage: Coverage, p0: int, p1: int) -> Verdict:
     """Return how a block [p0, p1) can be used at its own end, if the blocks before it are complete."""
-    before = Coverage([GroupRows([(0, p0)], [(0, p0)])] * len(coverage.groups), computed=True)
+    before = Coverage([GroupRows([(0, p0)], [(0, p0)])] * len(coverage.groups))
     chain = [(before, 0, p0)] if p0 else []
     return verdict(identity, [*chain, (coverage, p0, p1)], p1)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Protocol
 
 import numpy as np
@@ -174,8 +173,8 @@ class Search:
         if not all(map(self._is_its_own, chain)):
             return None
         links = tuple(
-            Link(stored.row.id, stored.row.p0, stored.row.p1, end, has.computed)
-            for stored, end, has in zip(chain, ends, rows, strict=True)
+            Link(stored.row.id, stored.row.p0, stored.row.p1, end)
+            for stored, end in zip(chain, ends, strict=True)
         )
         tokens = self._tokens[: ends[-1]]
         return Match(identity=self._identity, tokens=tokens, links=links, exact=worth == "exact")
@@ -298,11 +297,11 @@ def check_block(block: KVBlock, link: Link, match: Match) -> None:
 def worth_building_on(match: Match | None, window: int) -> Match | None:
     """Return the part of a match that is worth building on. A last entry of which only a few tokens would be
     used is left out, since it would be read whole. Of an inexact match only the part before the window is
-    used, as the window's rows are stored again in F16, and none from the first doubted entry on.
+    used, as the window's rows are stored again in F16.
     """
     if match is None:
         return None
-    links = tuple(takewhile(lambda link: link.computed, match.links))
+    links = match.links
     if not match.exact:
         links = tuple(replace(link, end=min(link.end, window)) for link in links if link.p0 < window)
     while links and links[-1].end < links[-1].p1 and links[-1].end - links[-1].p0 < BLOCK:

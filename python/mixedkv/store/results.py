@@ -32,15 +32,12 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One entry of a match: its positions [p0, p1), of which [p0, end) are used, and whether it says that its
-    rows were computed from the start. One of an earlier version does not.
-    """
+    """One entry of a match: its positions [p0, p1), of which [p0, end) are used."""
 
     entry: str
     p0: int
     p1: int
     end: int
-    computed: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,8 +49,7 @@ class Match:
         tokens: the tokens that were asked for and are covered, int32 [n_tokens].
         links: the entries in order of position; each begins where the one before is cut.
         exact: a cache restored from the entries continues as if it had never left. False if a mixed cache is
-            cut at a place for which its recent rows were not stored in F16, or if an earlier version stored
-            an entry without saying what its rows are.
+            cut at a place for which its recent rows were not stored in F16.
     """
 
     identity: Identity
@@ -64,11 +60,6 @@ class Match:
     @property
     def n_tokens(self) -> int:
         return len(self.tokens)
-
-    @property
-    def computed(self) -> bool:
-        """True if all rows say that they were computed from the start."""
-        return all(link.computed for link in self.links)
 
     @property
     def entry(self) -> str:

@@ -449,7 +449,7 @@ class KVStore:
         n, window, begin, saved = len(tokens), coverage.window_begin(identity, len(tokens)), -1, NOTHING_SAVED
         for attempt in itertools.count():
             match, _ = self._entries.find(identity, tokens, exact_only=False)
-            whole = match if match is not None and match.n_tokens == n and match.computed else None
+            whole = match if match is not None and match.n_tokens == n else None
             if whole is not None and whole.exact:
                 return replace(saved, entry=self._join(whole, session), n_tokens=n)
             parent = worth_building_on(match, window)
@@ -459,7 +459,8 @@ class KVStore:
             if p0 <= begin or (block := export(p0, p1)) is None:  # removed meanwhile, or the budget is small
                 return replace(saved, n_tokens=p0)
             worth = coverage.verdict_of_end(identity, coverage.of_block(block), p0, p1)
-            if p1 == n and whole is not None and worth != "exact":
+            exact = worth == "exact" and block.n_exact == len(block)
+            if p1 == n and whole is not None and not exact:
                 return replace(saved, entry=self._join(whole, session), n_tokens=n)
             if p1 == n and worth == "unusable" and identity.recurrent:
                 return replace(saved, entry="", n_tokens=p0, reason=_NO_STATE)

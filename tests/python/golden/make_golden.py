@@ -1,7 +1,7 @@
 """Write the golden files of the formats as they are now: run it when a format gets a new version.
 
-Files of old versions stay: tests read them, or find that they are refused for their version. `store-v1` is a
-folder with one entry, as it was when blocks did not say what their rows are.
+From the first release on files of old versions stay: tests read them, or find that they are refused for their
+version.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from mixedkv import Llama
 from mixedkv.kv.block import Checkpoint, KVBlock, LayerRows, RowGroup, row_bytes
-from mixedkv.kv.rows import APPROXIMATE, COMPUTED, DOUBTED, FOREIGN
+from mixedkv.kv.rows import APPROXIMATE, COMPUTED, DOUBTED, FOREIGN, all_of
 from mixedkv.store import pack_kv_cache, pack_kv_cache_v2, packed_from_block
+from mixedkv.store.encryption import encrypt
 from mixedkv.store.formats.native import VERSION, encode
 from support import zoo
 
@@ -98,21 +100,17 @@ def point() -> Checkpoint:
     )
 
 
-TRUTH = np.array([COMPUTED, COMPUTED, APPROXIMATE, FOREIGN, DOUBTED, DOUBTED], np.uint8)
+VALIDITY = np.array([COMPUTED, COMPUTED, APPROXIMATE, FOREIGN, DOUBTED, DOUBTED], np.uint8)
+SETTING = "model=0 types=q4_0 window=2/1/1"
 BLOCKS = {
-    "v1-f16": block("f16", []),
-    "v1-mixed_q4_0": block("q4_0", [0, 4, 5]),
-    "v2-image": image(),
-    "v2-latent": latent(),
-    "v3-mixed_q4_0": replace(block("q4_0", [0, 4, 5]), past=2**64 - 3),
+    "v4-f16": replace(block("f16", []), validity=all_of(6, COMPUTED)),
     "v4-mixed_q4_0": replace(
-        block("q4_0", [0, 4, 5]),
-        validity=TRUTH,
-        past=2**64 - 3,
-        setting="model=0 types=q4_0 window=2/1/1",
-        checkpoints=(point(),),
+        block("q4_0", [0, 4, 5]), validity=VALIDITY, past=2**64 - 3, setting=SETTING, checkpoints=(point(),)
     ),
+    "v4-image": image(),
+    "v4-latent": latent(),
 }
+ENCRYPTED = "v4-mixed_q4_0"
 
 
 def layers() -> list[tuple[np.ndarray, np.ndarray]]:
@@ -150,6 +148,8 @@ def main() -> None:
         if name.startswith(f"v{VERSION}-"):
             pieces = encode(kv, identity=IDENTITY, entry=ENTRY)
             (FOLDER / f"native-{name}.safetensors").write_bytes(b"".join(pieces))
+    pieces = encode(BLOCKS[ENCRYPTED], identity=IDENTITY, entry=ENTRY)
+    (FOLDER / "encrypted-v1.safetensors.enc").write_bytes(b"".join(encrypt(AESGCM(KEY), pieces, CONTEXT)))
     (FOLDER / "packed-v2.bin").write_bytes(pack_kv_cache_v2(layers()))
     (FOLDER / "packed-flat.bin").write_bytes(pack_kv_cache(*layers()[0]))
     with tempfile.TemporaryDirectory() as folder:

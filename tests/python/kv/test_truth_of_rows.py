@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,11 +92,19 @@ def test_a_part_of_another_sequence_is_approximate(llm: Llama) -> None:
     assert llm.kv.exact(0, [*OTHER[:40], *TOKENS[40:100]]) == 40
 
 
-def test_a_block_that_does_not_say_is_doubted(llm: Llama) -> None:
+@pytest.mark.parametrize("name", ["truth", "past", "setting"])
+def test_a_block_has_to_say_what_its_rows_are(llm: Llama, name: str) -> None:
     block = llm.kv.export(p1=100)
-    description = {name: value for name, value in block.describe().items() if name != "truth"}
+    description = block.describe()
+    del description[name]
+    with pytest.raises(ValueError, match=name):
+        KVBlock.from_arrays(description, block.to_arrays())
+
+
+def test_a_block_of_which_nothing_is_known_is_not_exact(llm: Llama) -> None:
+    block = replace(llm.kv.export(p1=100), validity=None)  # type: ignore[arg-type]
     llm.reset()
-    llm.kv.load(KVBlock.from_arrays(description, block.to_arrays()))
+    llm.kv.load(block)
     assert (llm.n_tokens, llm.kv.exact_tokens) == (100, 0)
 
 

@@ -27,7 +27,7 @@ def test_encrypted() -> None:
     path = made.FOLDER / "encrypted-v1.safetensors.enc"
     with path.open("rb") as file:
         data = decrypt(AESGCM(made.KEY), file, path.stat().st_size, made.CONTEXT)
-    assert same(decode(data, **IDS), made.BLOCKS["v1-mixed_q4_0"])
+    assert same(decode(data, **IDS), made.BLOCKS[made.ENCRYPTED])
 
 
 @pytest.mark.parametrize("name", ["packed-v2.bin", "packed-flat.bin"])

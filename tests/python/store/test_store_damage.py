@@ -321,7 +321,7 @@ def test_a_row_moved_behind_other_tokens(tmp_path: Path, key: bytes | None) -> N
 @pytest.mark.parametrize("key", [None, b"k" * 32])
 def test_rows_that_an_entry_does_not_have(tmp_path: Path, key: bytes | None) -> None:
     who = identity("mixed:threshold=32,group=16,sinks=0")
-    rows = '{"groups":[[[[0,50]],[[0,50]]]],"served":[],"computed":true}'
+    rows = '{"groups":[[[[0,50]],[[0,50]]]],"served":[]}'
     with fast_store(tmp_path, key) as store:
         store.put(who, make_block(TOKENS, kind="q4_0", hot=[]))
         change_index(tmp_path, f"UPDATE entries SET rows = '{rows}'")

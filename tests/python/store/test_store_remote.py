@@ -352,7 +352,7 @@ def test_a_bad_line_is_a_miss_and_then_nobody_asks(
         found: list[Any] = []
 
         def is_found() -> bool:
-            other._remote._breaker._until = 0.0  # type: ignore[union-attr]  (the seconds are over)
+            other._remote._breaker._backoff._until = 0.0  # type: ignore[union-attr]  (the seconds are over)
             found[:] = [other.find(WHO, TOKENS)]
             return found[0] is not None
 
@@ -369,7 +369,7 @@ def test_a_server_that_dies_and_comes_back(tmp_path: Path) -> None:
         put_chain(store, WHO, TOKENS, [100, 200])
         assert store.find(WHO, [9, *TOKENS]) is None
     with redis_server(tmp_path, port=port):
-        store._remote._breaker._until = 0.0  # type: ignore[union-attr]
+        store._remote._breaker._backoff._until = 0.0  # type: ignore[union-attr]
         store.close()  # sends what waited
         with open_store(redis_url(port)) as other:
             match = other.find(WHO, TOKENS)

@@ -17,6 +17,7 @@ from typing import Any
 
 import h11
 
+from mixedkv.backoff import Backoff
 from mixedkv.doors.signals import holding_hangup
 from mixedkv.model.embedding_model import only_embeds
 from mixedkv.model.gguf_file import ModelFile, n_mtp_layers
@@ -107,7 +108,7 @@ _LOOK_SECONDS = 0.05
 _KEPT_LINES, _SHOWN_LINES, _SHOWN_LETTERS = 20, 3, 300  # of its log, where it could not be loaded
 _ERROR = "mixedkv: error: "
 _STEADY_SECONDS = 60.0  # a process that lived so long is started again at once
-_LONGEST_REST = 60.0
+_FIRST_REST, _LONGEST_REST = 1.0, 60.0  # from the second end on
 _LONGEST_END = 60.0  # seconds to store KV after the drain timeout
 
 
@@ -140,7 +141,7 @@ class ModelProcess:
         self._watch: asyncio.Task[None] | None = None
         self._log: deque[str] = deque(maxlen=_KEPT_LINES)
         self._ending = False
-        self._n_failures, self._not_before = 0, 0.0
+        self._n_failures, self._backoff = 0, Backoff(_FIRST_REST, _LONGEST_REST)
 
     @property
     def runs(self) -> bool:
@@ -152,7 +153,7 @@ class ModelProcess:
         Raises:
             ModelLoadError: it ended before, or it ended so often that it has to rest.
         """
-        if (rest := self._not_before - time.monotonic()) > 0:
+        if rest := self._backoff.left:
             raise self._failure(f"it ended {self._n_failures} times, the next try is in {rest:.0f} s: ")
         self._log.clear()
         self._ending = False
@@ -207,18 +208,20 @@ class ModelProcess:
             print(of_model(self.name, text, self._settings.log_format), file=sys.stderr, flush=True)
         code = await process.wait()
         self.ready = False
-        if self._ending:
-            self._n_failures = 0
-            return
         seconds = time.monotonic() - began
-        self._n_failures = 1 if seconds >= _STEADY_SECONDS else self._n_failures + 1
-        rest = min(_LONGEST_REST, 2.0 ** (self._n_failures - 2)) if self._n_failures > 1 else 0.0
-        self._not_before = time.monotonic() + rest
+        if self._ending or seconds >= _STEADY_SECONDS:
+            self._n_failures = 0
+            self._backoff.succeeded()
+        if self._ending:
+            return
+        self._n_failures += 1
+        if self._n_failures > 1:
+            self._backoff.failed()
         log.error("the process of the model %s ended with %d after %.0f s", self.name, code, seconds)
 
     def _failure(self, before: str = "") -> ModelLoadError:
-        rest = max(0.0, self._not_before - time.monotonic())
-        return ModelLoadError(f"the model {self.name!r} could not be loaded: {before}{self._reason()}", rest)
+        text = f"the model {self.name!r} could not be loaded: {before}{self._reason()}"
+        return ModelLoadError(text, self._backoff.left)
 
     def _reason(self) -> str:
         """Return the last lines of its log, since clients read them."""

@@ -21,7 +21,6 @@ from mixedkv.store.entry_row import EntryError
 
 FORMAT = "mixedkv.block"
 VERSION = "4"
-_READ = ("1", "2", "3", VERSION)  # rows of the former versions are doubted
 _MAX_HEADER = 1 << 24  # 0.2% of what an entry of 8 GiB takes; a layer needs some 600 bytes
 _MAX_DIM = 1 << 40
 _DTYPES: dict[str, np.dtype[Any]] = {"I32": np.dtype("<i4"), "F16": np.dtype("<f2"), "U8": np.dtype("u1")}
@@ -70,8 +69,7 @@ def decode(
         _check_checksum(data, header_bytes, metadata["checksum"])
     arrays = dict(_arrays(header, data[8 + len(header_bytes) :]))
     try:
-        block = KVBlock.from_arrays(_parse(metadata["block"]), arrays)
-        return block if metadata["version"] == VERSION else block.doubted()
+        return KVBlock.from_arrays(_parse(metadata["block"]), arrays)
     except ValueError as error:
         raise EntryError("damaged", str(error)) from error
 
@@ -93,9 +91,8 @@ def _check_metadata(metadata: Any) -> dict[str, str]:
         _damaged("its metadata is not complete")
     if metadata["format"] != FORMAT:
         _damaged(f"its format is {metadata['format'][:64]!r}, not {FORMAT!r}")
-    if metadata["version"] not in _READ:
-        known = " or ".join(_READ)
-        raise EntryError("version", f"its version is {metadata['version'][:64]!r}, not {known}")
+    if metadata["version"] != VERSION:
+        raise EntryError("version", f"its version is {metadata['version'][:64]!r}, not {VERSION}")
     return metadata
 
 

@@ -9,6 +9,8 @@ from threading import Lock
 from typing import Protocol
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
+from mixedkv.backoff import Backoff
+
 _DAY = 86400
 EXTRAS = {"redis": "redis", "rediss": "redis", "unix": "redis", "s3": "s3", "file": "s3"}  # by scheme
 FAILURES = 3  # in a row, until nobody asks any more
@@ -110,9 +112,8 @@ class Breaker:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._lock = clock, Lock()
-        self._failures = 0
-        self._seconds = self._until = 0.0
+        self._lock, self._failures = Lock(), 0
+        self._backoff = Backoff(_FIRST_SECONDS, _LONGEST_SECONDS, clock)
 
     @property
     def is_open(self) -> bool:
@@ -122,15 +123,16 @@ class Breaker:
     def allows(self) -> bool:
         """Return whether to ask now; a caller that gets True says how it went."""
         with self._lock:
-            allowed = not self.is_open or self._clock() >= self._until
+            allowed = not self.is_open or not self._backoff.left
             if self.is_open and allowed:
-                self._until = self._clock() + self._seconds  # the others wait for this one
+                self._backoff.wait()  # the others wait for this one
             return allowed
 
     def succeeded(self) -> bool:
         """Note a success, and return whether nobody asked before this."""
         with self._lock:
-            was_open, self._failures, self._seconds = self.is_open, 0, 0.0
+            was_open, self._failures = self.is_open, 0
+            self._backoff.succeeded()
             return was_open
 
     def failed(self, times: int = 1) -> bool:
@@ -139,6 +141,5 @@ class Breaker:
             was_open = self.is_open
             self._failures += times
             if self.is_open:
-                self._seconds = min(2 * self._seconds, _LONGEST_SECONDS) or _FIRST_SECONDS
-                self._until = self._clock() + self._seconds
+                self._backoff.failed()
             return self.is_open and not was_open

@@ -23,6 +23,7 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from mixedkv.backoff import Backoff
 from mixedkv.store.entry_row import EntryError
 
 try:
@@ -282,9 +283,8 @@ class FullDisk:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
         self._told = False
-        self._seconds = self._until = 0.0
+        self._backoff = Backoff(_FIRST_SECONDS, _LONGEST_SECONDS, clock)
 
     def store(self, publish: Callable[[], None], make_room: Callable[[int], bool], size: int) -> None:
         """Publish some bytes. If there is no room, evict as much, then twice and four times as much, then
@@ -316,8 +316,7 @@ class FullDisk:
         Raises:
             OSError: ENOSPC, the next try is not due yet.
         """
-        left = self._until - self._clock()
-        if left > 0:
+        if left := self._backoff.left:
             raise OSError(errno.ENOSPC, f"the disk is full: nothing is stored for {left:.0f} seconds")
 
     def tell(self) -> None:
@@ -328,11 +327,10 @@ class FullDisk:
     def failed(self) -> None:
         """Note that there was no room even after evictions, and wait longer each time."""
         self.tell()
-        self._seconds = min(2 * self._seconds, _LONGEST_SECONDS) or _FIRST_SECONDS
-        self._until = self._clock() + self._seconds
+        self._backoff.failed()
 
     def succeeded(self) -> None:
-        if self._seconds:
+        if self._backoff.seconds:
             _LOG.info("the disk has room again: entries are stored")
             self._told = False
-        self._seconds = self._until = 0.0
+        self._backoff.succeeded()
