@@ -37,9 +37,10 @@ struct attention_rows {
     to_float_fn  to_float = nullptr; // for row_type::other
 };
 
-// What the rows of K lack: two elements of each head that turn with the key, k[first] + c x - s y and k[second] + s x +
-// c y, where (x, y) is the head's `subtracted_bias` and c and s are the key's cosine and sine. In the basis of the
-// queries as they come. One element alone: first and second are the same, y and the sines are zero.
+// The bias that is subtracted from rows of K: two elements of each head, which RoPE rotates with the key, k[first] + c
+// x - s y and k[second] + s x + c y, where (x, y) is the head's `subtracted_bias` and c and s are the key's cosine and
+// sine. In the basis of the queries as they come. One element alone: first and second are the same, y and the sines are
+// zero.
 struct attention_pair {
     int           first           = 0;
     int           second          = 0;
@@ -53,12 +54,12 @@ struct attention_segment {
     attention_rows v;
     int64_t        n = 0; // keys
 
-    const attention_pair * pairs       = nullptr; // that K lacks
+    const attention_pair * pairs       = nullptr; // whose bias is subtracted from K
     int                    n_pairs     = 0;
     int64_t                first_angle = 0; // of the pairs' cosines and sines: that of the first key
 };
 
-// Keys of a sequence that are worked on together. Which keys they are, and at which place each of them has its turn,
+// Keys of a sequence that are worked on together. Which keys they are, and at which place each of them stands,
 // follows from their positions in the sequence, and not from where their rows lie.
 struct attention_block {
     static constexpr int places = 64;

@@ -72,8 +72,8 @@ void run_split(const attention_item & w, int i, const item_memory & m) {
     float      k[attention_max_head_size];
     float      v[attention_max_head_size];
     const auto add_key = [&](const attention_segment & s, int64_t key, const key_span & span) {
-        unpack_row(s.k, key, w.head0 + i, a.d_k, k);
-        unpack_row(s.v, key, w.head0 + i, a.d_v, v);
+        dequantise_row(s.k, key, w.head0 + i, a.d_k, k);
+        dequantise_row(s.v, key, w.head0 + i, a.d_v, v);
         for (int row = 0; row < m.rows; row++) {
             const int64_t query = w.q0 + row / group;
             const int     head  = (w.head0 + i) * group + row % group;

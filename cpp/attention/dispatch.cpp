@@ -47,7 +47,7 @@ struct stream_plan {
         item_bytes      = heads * item_memory(a, decode, q_block, nullptr, 0).bytes;
     }
 
-    // Few enough that threads have items to share, and enough that rows of K and V are worth unpacking.
+    // Few enough that threads have items to share, and enough that rows of K and V are worth dequantising.
     static int64_t tile_queries(const attention_args & a, int64_t n_queries) {
         const int group = a.n_head / a.n_head_kv;
         int       rows  = tile_rows;

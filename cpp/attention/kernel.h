@@ -10,7 +10,7 @@
 
 namespace mixedkv {
 
-// K and V of a block of keys, unpacked: a thread's own, and not on its stack, for which musl gives it 128 KiB.
+// K and V of a block of keys, dequantised: a thread's own, and not on its stack, for which musl gives it 128 KiB.
 struct block_panels {
     static constexpr int floats = 64 * 256;
 
@@ -42,7 +42,7 @@ struct attention_item {
 };
 
 constexpr int decode_rows = attention_decode_rows; // rows per KV head up to which K and V rows are used as they lie
-constexpr int tile_rows   = 512; // rows per KV head and item in prefill: unpacking costs 1/8 of the products
+constexpr int tile_rows   = 512; // rows per KV head and item in prefill: dequantising costs 1/8 of the products
 constexpr int row_pad     = 16;
 constexpr int max_blocks  = attention_max_head_size / 32;
 
@@ -184,7 +184,7 @@ inline const float * query_row(const attention_args & a, int64_t query, int head
     return reinterpret_cast<const float *>(reinterpret_cast<const char *>(a.q) + query * a.q_row + head * a.q_head);
 }
 
-// What a pair that K lacks adds to q . k of a query: times the cosine and the sine of the key's turn.
+// What the subtracted bias of a pair adds to q . k of a query: times the cosine and the sine of the key's RoPE angle.
 struct pair_score {
     float by_cosine;
     float by_sine;
@@ -198,7 +198,7 @@ inline pair_score score_of(const attention_args & a, const attention_pair & pair
     return { x * b[0] + y * b[1], y * b[0] - x * b[1] };
 }
 
-// All that K of a key lacks
+// The scores of all pairs whose bias is subtracted from K of a key
 inline float score_pairs(const attention_args & a, const attention_segment & s, int64_t key, int64_t query, int head) {
     float sum = 0.0f;
     for (int i = 0; i < s.n_pairs; i++) {

@@ -136,7 +136,7 @@ inline bool any_visible(const attention_item & w, const key_span & span, int row
 // Fetches the next block's rows while this one is worked on, in order of addresses: each head of the item brings its
 // share. (Following the slices of one head instead, the hardware's own prefetch into L2 loses the stream.) A core has
 // 16 buffers for lines on their way, which is 15 GB/s when they are always in use, and too few for a burst: so the
-// steps are spread over all the work on a block, not over its unpacking alone. Where pages are left out, what is
+// steps are spread over all the work on a block, not over its dequantising alone. Where pages are left out, what is
 // fetched is the rows of a head that are read after the next block.
 struct prefetcher {
     const char *           next  = nullptr;

@@ -9,7 +9,7 @@
 namespace mixedkv {
 
 // The integers of a block, and what its largest element becomes in the scales that are tried, before it is rounded to
-// `low`: so rows that are opened and stored again, by ggml too, stay as they are.
+// `low`: so rows that are unpacked and stored again, by ggml too, stay as they are.
 struct q4_0_integers {
     static constexpr int   low = -8, high = 7, bytes = 18;
     static constexpr float first = -8.45f, second = -8.15f, third = -7.85f, fourth = -7.55f;

@@ -113,7 +113,7 @@ void lm4_from_float(const float * x, void * row, int64_t n) {
 void lm4_to_float(const void * row, float * x, int64_t n) {
     const auto * block = static_cast<const uint8_t *>(row);
     for (int64_t i = 0; i < n; i += LM4_ELEMENTS, block += LM4_BYTES) {
-        mixedkv::unpack_lm4(block, x + i);
+        mixedkv::dequantise_lm4(block, x + i);
     }
 }
 

@@ -56,7 +56,7 @@ void look_up_nibbles(float d, const void * nibbles, float * out) {
     }
 }
 
-inline void unpack_lm4(const void * block, float * out) {
+inline void dequantise_lm4(const void * block, float * out) {
     const auto * p = static_cast<const uint8_t *>(block);
     look_up_nibbles<lm4_values>(half_at(p), p + 2, out);
     look_up_nibbles<lm4_values>(half_at(p), p + 18, out + 32);

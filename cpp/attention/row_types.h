@@ -17,18 +17,18 @@ struct type_constant {
 };
 
 // The integers of tc3 as nibbles and those of q5_0 as bytes, which x86 bodies make of rows before they multiply
-// (x86/open_rows.h), without scales. No segment has them.
-constexpr row_type opened_tc3  = row_type(int(row_type::other) + 1);
-constexpr row_type opened_q5_0 = row_type(int(row_type::other) + 2);
+// (x86/unpack_rows.h), without scales. No segment has them.
+constexpr row_type unpacked_tc3  = row_type(int(row_type::other) + 1);
+constexpr row_type unpacked_q5_0 = row_type(int(row_type::other) + 2);
 
 // Whose scales go with the integers
 constexpr row_type stored_type(row_type t) {
-    return t == opened_tc3 ? row_type::tc3 : t == opened_q5_0 ? row_type::q5_0 : t;
+    return t == unpacked_tc3 ? row_type::tc3 : t == unpacked_q5_0 ? row_type::q5_0 : t;
 }
 
 // Of 32 elements; 0: the type is multiplied as it is stored
-constexpr int opened_bytes(row_type t) {
-    return t == opened_tc3 ? 16 : t == opened_q5_0 ? 32 : 0;
+constexpr int unpacked_bytes(row_type t) {
+    return t == unpacked_tc3 ? 16 : t == unpacked_q5_0 ? 32 : 0;
 }
 
 // A block of 32 elements: F16 scale d first, then the high bits of 5, then either 32 integers or 16 bytes of nibbles,
@@ -60,7 +60,7 @@ constexpr int scale_at(row_type t, int b) {
 }
 
 constexpr int integers_at(row_type t, int b) {
-    return opened_bytes(t) > 0 ? opened_bytes(t) * b : scale_at(t, b) + 2 + 32 * b % block_elements(t) / 2;
+    return unpacked_bytes(t) > 0 ? unpacked_bytes(t) * b : scale_at(t, b) + 2 + 32 * b % block_elements(t) / 2;
 }
 
 // Values of nibbles
@@ -105,21 +105,21 @@ constexpr float rough_exp2_bias = 0x1p23f * (127.0f - 0.043f);
 
 // A block in F32
 struct plain_blocks {
-    static void unpack(type_constant<row_type::q8_0>, const char * p, float * out) {
+    static void dequantise(type_constant<row_type::q8_0>, const char * p, float * out) {
         const float d = half_at(p);
         for (int i = 0; i < 32; i++) {
             out[i] = d * static_cast<int8_t>(p[2 + i]);
         }
     }
 
-    static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) {
+    static void dequantise(type_constant<row_type::q4_0>, const char * p, float * out) {
         look_up_nibbles<q4_0_values>(half_at(p), p + 2, out);
     }
-    static void unpack(type_constant<row_type::lm4>, const char * p, float * out) { unpack_lm4(p, out); }
-    static void unpack(type_constant<row_type::tc3>, const char * p, float * out) { unpack_tc3(p, out); }
+    static void dequantise(type_constant<row_type::lm4>, const char * p, float * out) { dequantise_lm4(p, out); }
+    static void dequantise(type_constant<row_type::tc3>, const char * p, float * out) { dequantise_tc3(p, out); }
 
     // d (n - 16) of nibbles whose fifth bits are in `high`
-    static void unpack_fives(float d, uint32_t high, const char * nibbles, float * out) {
+    static void dequantise_fives(float d, uint32_t high, const char * nibbles, float * out) {
         for (int i = 0; i < 16; i++) {
             const int byte = static_cast<uint8_t>(nibbles[i]);
             out[i]         = d * float((byte & 15) | int(high >> i & 1) << 4) + -16.0f * d;
@@ -131,13 +131,13 @@ struct plain_blocks {
         std::memcpy(&x, p, 4);
         return x;
     }
-    static void unpack(type_constant<row_type::q5_0>, const char * p, float * out) {
-        unpack_fives(half_at(p), bits(p + 2), p + 6, out);
+    static void dequantise(type_constant<row_type::q5_0>, const char * p, float * out) {
+        dequantise_fives(half_at(p), bits(p + 2), p + 6, out);
     }
 };
 
 // A head of a key's row in F32
-inline void unpack_row(const attention_rows & rows, int64_t key, int head, int d, float * out) {
+inline void dequantise_row(const attention_rows & rows, int64_t key, int head, int d, float * out) {
     const char * p = key_row(rows, key, head);
     switch (rows.type) {
     case row_type::f16:
@@ -151,7 +151,7 @@ inline void unpack_row(const attention_rows & rows, int64_t key, int head, int d
     default:
         with_block_type(rows.type, [&](auto type) {
             for (int i = 0; i < d; i += block_elements(type.value), p += block_bytes(type.value)) {
-                plain_blocks::unpack(type, p, out + i);
+                plain_blocks::dequantise(type, p, out + i);
             }
         });
     }

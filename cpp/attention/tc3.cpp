@@ -168,7 +168,7 @@ void tc3_from_float(const float * x, void * row, int64_t n) {
 void tc3_to_float(const void * row, float * x, int64_t n) {
     const auto * block = static_cast<const uint8_t *>(row);
     for (int64_t i = 0; i < n; i += TC3_ELEMENTS, block += TC3_BYTES, x += TC3_ELEMENTS) {
-        mixedkv::unpack_tc3(block, x);
+        mixedkv::dequantise_tc3(block, x);
     }
 }
 
@@ -178,7 +178,7 @@ void tc3_dot(int n, float * sum, size_t, const void * row, size_t, const void * 
     float        total = 0.0f;
     for (int i = 0; i < n; i += TC3_ELEMENTS, block += TC3_BYTES) {
         float x[TC3_ELEMENTS];
-        mixedkv::unpack_tc3(block, x);
+        mixedkv::dequantise_tc3(block, x);
         float parts[16] = {};
         for (int j = 0; j < TC3_ELEMENTS; j++) {
             parts[j % 16] += x[j] * other[i + j];

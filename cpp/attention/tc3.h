@@ -19,7 +19,7 @@
 // bits from bit (position & 6) on of byte (position & 1) * 4 + byte are of element 4 column + byte, where column is
 // position with its two lower bits exchanged. The index of its level is
 //   4 field + 2 (path[t] ^ path[t - 2]) + path[t - 1]        path[-1] = path[-2] = 0
-// so that a few operations on words make of a half the nibbles of a half of lm4 (unpack_tc3).
+// so that a few operations on words make of a half the nibbles of a half of lm4 (dequantise_tc3).
 
 #ifdef __cplusplus
 extern "C" {
@@ -42,7 +42,7 @@ struct tc3_values {
 };
 
 // Indices of 32 elements as lm4 has them: 16 bytes, the low nibbles first
-inline void open_tc3(const uint8_t * fields, const uint8_t * path, uint32_t (&nibbles)[4]) {
+inline void unpack_tc3(const uint8_t * fields, const uint8_t * path, uint32_t (&nibbles)[4]) {
     uint32_t u[2], p;
     std::memcpy(u, fields, 8);
     std::memcpy(&p, path, 4);
@@ -54,11 +54,11 @@ inline void open_tc3(const uint8_t * fields, const uint8_t * path, uint32_t (&ni
     }
 }
 
-inline void unpack_tc3(const void * block, float * out) {
+inline void dequantise_tc3(const void * block, float * out) {
     const auto * p = static_cast<const uint8_t *>(block);
     for (int half = 0; half < 2; half++) {
         uint32_t nibbles[4];
-        open_tc3(p + (half ? 18 : 2), p + (half ? 14 : 10), nibbles);
+        unpack_tc3(p + (half ? 18 : 2), p + (half ? 14 : 10), nibbles);
         look_up_nibbles<tc3_values>(half_at(p), nibbles, out + 32 * half);
     }
 }

@@ -1,4 +1,4 @@
-// The body shared by all vector instruction sets: blocks of up to 64 keys are unpacked to F32 once per KV head, then
+// The body shared by all vector instruction sets: blocks of up to 64 keys are dequantised to F32 once per KV head, then
 // scored, weighed and added up for all rows of the group. L is a vector layer (vector_*.h).
 
 #pragma once
@@ -34,7 +34,7 @@ struct tile {
     }
 
     // One head's row of n elements as F32, zeros up to a multiple of 16.
-    static void unpack(const attention_rows & rows, int64_t key, int head, int n, float * out) {
+    static void dequantise(const attention_rows & rows, int64_t key, int head, int n, float * out) {
         const char * p = key_row(rows, key, head);
         switch (rows.type) {
         case row_type::f16: {
@@ -53,7 +53,7 @@ struct tile {
         default:
             with_block_type(rows.type, [&](auto type) {
                 for (int i = 0; i < n; i += block_elements(type.value), p += block_bytes(type.value)) {
-                    L::unpack(type, p, out + i);
+                    L::dequantise(type, p, out + i);
                 }
             });
         }
@@ -173,7 +173,7 @@ struct tile {
         prefetcher             ahead(w, rows, span, head, block_keys(*w.args));
         for (int j = 0; j < span.n; j++) {
             ahead.step();
-            unpack(rows, span.first + j, head, w.args->d_k, k + j * d);
+            dequantise(rows, span.first + j, head, w.args->d_k, k + j * d);
         }
         for (int r = 0; r < m.rows; r += 4) { // rows are padded
             if (!any_visible(w, span, r, 4)) {
@@ -189,17 +189,17 @@ struct tile {
         }
     }
 
-    static void unpack_values(const attention_item & w, int head, const key_span & span, float * panel) {
+    static void dequantise_values(const attention_item & w, int head, const key_span & span, float * panel) {
         const attention_rows & rows = span.segment->v;
         const int64_t          d    = round_up(w.args->d_v, 16);
         prefetcher             ahead(w, rows, span, head, block_keys(*w.args));
         for (int j = 0; j < span.n; j++) {
             ahead.step();
-            unpack(rows, span.first + j, head, w.args->d_v, panel + j * d);
+            dequantise(rows, span.first + j, head, w.args->d_v, panel + j * d);
         }
     }
 
-    // Scores of what K lacks
+    // Scores of the subtracted bias of K
     static void add_pairs(const attention_item & w, int head_kv, const key_span & span, int row, float * s) {
         const attention_args & a     = *w.args;
         const int              group = a.n_head / a.n_head_kv;
@@ -260,7 +260,7 @@ struct tile {
                            const float * s) {
         const int64_t d      = round_up(w.args->d_v, 16);
         float * __restrict v = w.panels->v;
-        unpack_values(w, head, span, v);
+        dequantise_values(w, head, span, v);
         for (int row = 0; row < m.rows; row += L::rows) {
             if (!any_visible(w, span, row, L::rows)) {
                 continue;
@@ -277,7 +277,7 @@ struct tile {
         add_values(w, head, m, span, s);
     }
 
-    // K turned so that keys are columns: scores of many rows need no reduction. Rows go through the panel of V.
+    // K transposed so that keys are columns: scores of many rows need no reduction. Rows go through the panel of V.
     static void transpose_keys(const attention_item & w, int head, const key_span & span, int64_t ld, float * panel) {
         static_assert(L::width * attention_max_head_size <= block_panels::floats);
         const int64_t d   = round_up(w.args->d_k, 16);
@@ -285,7 +285,7 @@ struct tile {
         for (int j = 0; j < span.n; j += L::width) {
             for (int i = 0; i < L::width; i++) { // past the last key, repeat it: its scores are set to -inf later
                 const int key = j + i < span.n ? j + i : span.n - 1;
-                unpack(span.segment->k, span.first + key, head, w.args->d_k, row + i * d);
+                dequantise(span.segment->k, span.first + key, head, w.args->d_k, row + i * d);
             }
             for (int64_t i = 0; i < d; i += L::width) {
                 L::transpose(row + i, d, panel + i * ld + j, ld);
@@ -303,7 +303,7 @@ struct tile {
         float *           v   = w.panels->v;
         alignas(64) float s[L::rows * key_block];
         transpose_keys(w, head, span, ld, k);
-        unpack_values(w, head, span, v);
+        dequantise_values(w, head, span, v);
         for (int row = 0; row < m.rows; row += L::rows) {
             const int rows = m.rows - row < L::rows ? m.rows - row : L::rows;
             if (!any_visible(w, span, row, rows)) {

@@ -175,7 +175,7 @@ mixedkv_status mixedkv_get_truth(llama_context * ctx, int32_t seq_id, int32_t p0
         if (!llama_kv_mixed_caches(ctx->get_memory()).empty()) {
             check_seq(ctx, seq_id);
             settle(ctx);
-            const auto truth = get_truth(ctx).ask(ctx->get_memory(), seq_id, p0, tokens, n);
+            const auto truth = get_truth(ctx).query(ctx->get_memory(), seq_id, p0, tokens, n);
             std::copy(truth.begin(), truth.end(), out);
         }
     });
@@ -216,7 +216,7 @@ mixedkv_status mixedkv_set_truth(llama_context * ctx, int32_t seq_id, int32_t p0
             check_seq(ctx, seq_id);
             auto &         known  = get_truth(ctx);
             const uint32_t number = setting ? ctx->hooks.setting.find_or_add(setting) : 0;
-            known.say(ctx->get_memory(), seq_id, p0, past, tokens, n, truth, number);
+            known.record(ctx->get_memory(), seq_id, p0, past, tokens, n, truth, number);
         }
     });
 }

@@ -269,9 +269,9 @@ struct weights_kernels {
     void (*run)(const weights_product & product, void * work, int64_t row_0, int64_t row_1);
 };
 
-const weights_kernels * weights_amx();           // rows in 16 bits, many columns
-const weights_kernels * weights_tiles();         // quantised rows, many columns
-const weights_kernels * weights_avx512_halves(); // rows in 16 bits, a single column
+const weights_kernels * weights_amx();        // rows in 16 bits, many columns
+const weights_kernels * weights_tiles();      // quantised rows, many columns
+const weights_kernels * weights_avx512_f16(); // rows in 16 bits, a single column
 const weights_kernels * weights_avx512();
 const weights_kernels * weights_avxvnni();
 const weights_kernels * weights_avx2();

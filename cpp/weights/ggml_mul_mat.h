@@ -190,9 +190,10 @@ static inline void weights_prepare(struct ggml_compute_params * params, const st
     ggml_barrier(params->threadpool);
 }
 
-// Rows that a thread draws at a time: four turns for each thread, so that one that is held up leaves its work to others
-static inline int64_t weights_turn(int64_t n_rows, int n_turns) {
-    const int64_t least = n_rows / n_turns;
+// Rows that a thread draws at a time: four chunks for each thread, so that one that is held up leaves its work to
+// others
+static inline int64_t weights_chunk(int64_t n_rows, int n_chunks) {
+    const int64_t least = n_rows / n_chunks;
     return MAX(least - least % WEIGHTS_ROWS, WEIGHTS_ROWS);
 }
 
@@ -203,17 +204,17 @@ static inline void weights_compute_routed(const struct ggml_compute_params * par
     const struct weights_routes routes  = weights_routes_at(dst, packed + weights_packed_size(dst));
     struct weights_product      product = weights_product_of(dst, packed);
 
-    const int64_t turn    = MIN(weights_turn(*routes.n_active * product.n_rows, 4 * params->nth), product.n_rows);
-    const int64_t n_turns = (product.n_rows + turn - 1) / turn; // of an expert
-    for (int64_t next = params->ith; next < *routes.n_active * n_turns;
+    const int64_t chunk    = MIN(weights_chunk(*routes.n_active * product.n_rows, 4 * params->nth), product.n_rows);
+    const int64_t n_chunks = (product.n_rows + chunk - 1) / chunk; // of an expert
+    for (int64_t next = params->ith; next < *routes.n_active * n_chunks;
          next         = ggml_threadpool_chunk_add(params->threadpool, 1)) {
-        const int32_t expert = routes.active[next / n_turns];
+        const int32_t expert = routes.active[next / n_chunks];
         const int32_t begin  = expert ? routes.ends[expert - 1] : 0;
-        const int64_t r      = next % n_turns * turn;
+        const int64_t r      = next % n_chunks * chunk;
         product.rows         = (const char *)rows->data + expert * rows->nb[2];
         product.n_columns    = routes.ends[expert] - begin;
         product.chosen       = routes.pairs + 2 * begin;
-        weights_run(&product, work, r, MIN(r + turn, product.n_rows));
+        weights_run(&product, work, r, MIN(r + chunk, product.n_rows));
     }
 }
 
@@ -247,16 +248,17 @@ static inline int weights_compute_forward(struct ggml_compute_params * params, c
         n_rows += products[n++].n_rows;
     } while (n < MOST && i_node + n < graph->n_nodes && weights_join(first, graph->nodes[i_node + n]));
 
-    const int64_t turn = weights_turn(n_rows, (products[0].wanted ? 64 : 4) * params->nth); // more where turns differ
+    const int64_t chunk =
+        weights_chunk(n_rows, (products[0].wanted ? 64 : 4) * params->nth); // more where chunks differ
     for (int64_t next = params->ith;; next = ggml_threadpool_chunk_add(params->threadpool, 1)) {
         int     k = 0;
-        int64_t r = next * turn;
+        int64_t r = next * chunk;
         for (; k < n && r >= products[k].n_rows; k++) {
-            r -= (products[k].n_rows + turn - 1) / turn * turn;
+            r -= (products[k].n_rows + chunk - 1) / chunk * chunk;
         }
         if (k == n) {
             return n - 1;
         }
-        weights_run(&products[k], work, r, MIN(r + turn, products[k].n_rows));
+        weights_run(&products[k], work, r, MIN(r + chunk, products[k].n_rows));
     }
 }

@@ -10,14 +10,14 @@ namespace mixedkv {
 namespace {
 
 struct avx2 {
-    using ints                         = uint32_t __attribute__((vector_size(32)));
-    using floats                       = __m256;
-    static constexpr int  lanes        = 8;
-    static constexpr int  vectors      = 2;
-    static constexpr int  columns      = 4;
-    static constexpr int  few          = 4; // columns, for which no panel is made
-    static constexpr bool opens_many   = false;
-    static constexpr int  panel_blocks = 16; // 10 KB, which stay in the nearest cache
+    using ints                           = uint32_t __attribute__((vector_size(32)));
+    using floats                         = __m256;
+    static constexpr int  lanes          = 8;
+    static constexpr int  vectors        = 2;
+    static constexpr int  columns        = 4;
+    static constexpr int  decode_columns = 4; // for which no panel is made
+    static constexpr bool unpacks_many   = false;
+    static constexpr int  panel_blocks   = 16; // 10 KB, which stay in the nearest cache
 
     static floats load(const float * p) { return _mm256_loadu_ps(p); }
     static void   store(float * p, floats x) { _mm256_storeu_ps(p, x); }
@@ -59,7 +59,7 @@ struct avx2 {
         }
     }
 
-    static floats halves_of_eights(const char * const * rows, size_t at) {
+    static floats f16_of_eights(const char * const * rows, size_t at) {
         return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(rows[0] + at)));
     }
 
@@ -98,7 +98,7 @@ struct avx2 {
     }
 
     // Of lanes below 2^16
-    static floats from_halves(ints x) {
+    static floats from_f16(ints x) {
         const __m256i packed = _mm256_packus_epi32(__m256i(x), __m256i(x));
         return _mm256_cvtph_ps(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, _MM_SHUFFLE(3, 1, 2, 0))));
     }

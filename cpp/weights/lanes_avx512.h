@@ -10,14 +10,14 @@ namespace mixedkv {
 namespace {
 
 struct avx512 {
-    using ints                         = uint32_t __attribute__((vector_size(64)));
-    using floats                       = __m512;
-    static constexpr int  lanes        = 16;
-    static constexpr int  vectors      = 2;
-    static constexpr int  columns      = 6; // 12 sums of integers and 12 of floats: 32 registers hold them
-    static constexpr int  few          = 8; // columns, for which no panel is made
-    static constexpr bool opens_many   = true;
-    static constexpr int  panel_blocks = 16;
+    using ints                           = uint32_t __attribute__((vector_size(64)));
+    using floats                         = __m512;
+    static constexpr int  lanes          = 16;
+    static constexpr int  vectors        = 2;
+    static constexpr int  columns        = 6; // 12 sums of integers and 12 of floats: 32 registers hold them
+    static constexpr int  decode_columns = 8; // for which no panel is made
+    static constexpr bool unpacks_many   = true;
+    static constexpr int  panel_blocks   = 16;
 
     static floats load(const float * p) { return _mm512_loadu_ps(p); }
     static ints   load_ints(const int32_t * p) { return ints(_mm512_loadu_si512(p)); }
@@ -67,7 +67,7 @@ struct avx512 {
         }
     }
 
-    static floats halves_of_eights(const char * const * rows, size_t at) {
+    static floats f16_of_eights(const char * const * rows, size_t at) {
         return _mm512_cvtph_ps(_mm256_set_m128i(load_line(rows[8] + at), load_line(rows[0] + at)));
     }
 
@@ -96,7 +96,7 @@ struct avx512 {
     // Bits 4 g to 4 g + 3 of a lane, each as the fifth of a byte
     static ints fifths(ints bits, int g) { return ((bits >> 4 * g & 15) * 0x00204081 & 0x01010101) << 4; }
 
-    static floats from_halves(ints x) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(__m512i(x))); }
+    static floats from_f16(ints x) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(__m512i(x))); }
 
     static ints signed_byte(ints x, int i) {
         return ints(_mm512_srai_epi32(_mm512_slli_epi32(__m512i(x), 24 - 8 * i), 24));

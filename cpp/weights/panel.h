@@ -1,13 +1,13 @@
-// The one body of all types and instruction sets. Rows are opened into a panel, which is multiplied with a few columns
-// at a time; a panel is opened once for all columns. For a few columns alone, as in decoding, each unit of blocks is
-// multiplied as it is opened, with no panel between. Sums and their order are the same in both ways.
+// The one body of all types and instruction sets. Rows are unpacked into a panel, which is multiplied with a few
+// columns at a time; a panel is unpacked once for all columns. For a few columns alone, as in decoding, each unit of
+// blocks is multiplied as it is unpacked, with no panel between. Sums and their order are the same in both ways.
 //
 // V::sum adds the products of a block: V::sum<Row> s; s.begin(start); s.add(group, values, elements); s.end().
 
 #pragma once
 
 #include "columns.h"
-#include "open.h"
+#include "unpack.h"
 
 #include <type_traits>
 
@@ -28,7 +28,7 @@ struct panel_block {
     typename V::floats least[N];
 };
 
-// Puts what is opened into vector `at` of a panel.
+// Puts what is unpacked into vector `at` of a panel.
 template <class V, class Row, int N>
 struct to_panel {
     panel_block<V, Row, N> * blocks;
@@ -75,18 +75,18 @@ struct panel_rows {
 #pragma GCC unroll 2
         for (int i = 0; i < N; i++) {
             to_panel<V, Row, N> out = { blocks, i };
-            open<V>(static_cast<const Row *>(nullptr), rows + i * V::lanes, unit * sizeof(Row), out);
+            unpack<V>(static_cast<const Row *>(nullptr), rows + i * V::lanes, unit * sizeof(Row), out);
         }
     }
 };
 
 // Columns that are multiplied at once
 template <int Columns>
-struct few_columns {
+struct decode_columns {
     const column_block * in[Columns];
     float *              out[Columns];
 
-    few_columns(const weights_product & p, int64_t first, int64_t row) {
+    decode_columns(const weights_product & p, int64_t first, int64_t row) {
         for (int c = 0; c < Columns; c++) {
             in[c]  = packed_column(p, first + c);
             out[c] = out_column(p, first + c) + row;
@@ -174,8 +174,8 @@ struct panel_sums {
 template <class V, class Row, int N, int Columns>
 void multiply(const weights_product & p, const panel_block<V, Row, N> * panel, int64_t block_0, int64_t n_blocks,
               int64_t column, int64_t row, int n_rows) {
-    const few_columns<Columns> columns(p, column, row);
-    panel_sums<V, N, Columns>  sums = {};
+    const decode_columns<Columns> columns(p, column, row);
+    panel_sums<V, N, Columns>     sums = {};
     if (block_0) {
         sums.load(columns.out, n_rows);
     }
@@ -228,19 +228,19 @@ void run_panels(const weights_product & p, int64_t row_0, int64_t row_1) {
     }
 }
 
-// Multiplies what is opened with a few columns.
+// Multiplies what is unpacked with a few columns.
 template <class V, class Row, int Columns>
 struct to_sums {
     using sum = typename V::template sum<Row>;
 
-    const few_columns<Columns> & columns;
-    const char *                 next;  // rows to fetch
-    int64_t                      first; // block of the struct that is opened
-    typename V::floats           sums[Columns];
-    typename V::floats           scales[Row::scales], leasts;
-    sum                          whole[Columns][Row::scales];
+    const decode_columns<Columns> & columns;
+    const char *                    next;  // rows to fetch
+    int64_t                         first; // block of the struct that is unpacked
+    typename V::floats              sums[Columns];
+    typename V::floats              scales[Row::scales], leasts;
+    sum                             whole[Columns][Row::scales];
 
-    MIXEDKV_INLINE to_sums(const few_columns<Columns> & columns_, const char * next_) :
+    MIXEDKV_INLINE to_sums(const decode_columns<Columns> & columns_, const char * next_) :
         columns(columns_), next(next_), first(0) {
 #pragma GCC unroll 8
         for (int c = 0; c < Columns; c++) {
@@ -301,19 +301,19 @@ template <class V, class Row, int Columns>
 void run_columns(const weights_product & p, int64_t row_0, int64_t row_1) {
     const int64_t n_units = p.n_elements / WEIGHTS_BLOCK / Row::blocks;
     for (int64_t r = row_0; r < row_1; r += V::lanes) {
-        const panel_rows<V, 1>     rows(p, r, row_1, Row::together);
-        const few_columns<Columns> columns(p, 0, r);
-        to_sums<V, Row, Columns>   out(columns, rows.next(p));
+        const panel_rows<V, 1>        rows(p, r, row_1, Row::together);
+        const decode_columns<Columns> columns(p, 0, r);
+        to_sums<V, Row, Columns>      out(columns, rows.next(p));
         for (int64_t u = 0, n; u < n_units; u += n) {
-            n         = V::opens_many && n_units - u >= at_once<Row> ? at_once<Row> : 1;
+            n         = V::unpacks_many && n_units - u >= at_once<Row> ? at_once<Row> : 1;
             out.first = u * Row::blocks;
-            if constexpr (V::opens_many && at_once<Row> > 1) {
+            if constexpr (V::unpacks_many && at_once<Row> > 1) {
                 if (n > 1) {
-                    open_many<V>(static_cast<const Row *>(nullptr), rows.rows, u * sizeof(Row), out);
+                    unpack_many<V>(static_cast<const Row *>(nullptr), rows.rows, u * sizeof(Row), out);
                     continue;
                 }
             }
-            open<V>(static_cast<const Row *>(nullptr), rows.rows, u * sizeof(Row), out);
+            unpack<V>(static_cast<const Row *>(nullptr), rows.rows, u * sizeof(Row), out);
         }
         for (int c = 0; c < Columns; c++) {
             float some[V::lanes];
@@ -325,7 +325,7 @@ void run_columns(const weights_product & p, int64_t row_0, int64_t row_1) {
 
 template <class V, class Row>
 void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
-    if (p.n_columns > V::few) {
+    if (p.n_columns > V::decode_columns) {
         return run_panels<V, Row>(p, row_0, row_1);
     }
     switch (p.n_columns) {
@@ -338,13 +338,13 @@ void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
     case 4:
         return run_columns<V, Row, 4>(p, row_0, row_1);
     case 5:
-        return run_columns < V, Row, V::few<5 ? 1 : 5>(p, row_0, row_1);
+        return run_columns<V, Row, (V::decode_columns < 5 ? 1 : 5)>(p, row_0, row_1);
     case 6:
-        return run_columns < V, Row, V::few<6 ? 1 : 6>(p, row_0, row_1);
+        return run_columns<V, Row, (V::decode_columns < 6 ? 1 : 6)>(p, row_0, row_1);
     case 7:
-        return run_columns < V, Row, V::few<7 ? 1 : 7>(p, row_0, row_1);
+        return run_columns<V, Row, (V::decode_columns < 7 ? 1 : 7)>(p, row_0, row_1);
     case 8:
-        return run_columns < V, Row, V::few<8 ? 1 : 8>(p, row_0, row_1);
+        return run_columns<V, Row, (V::decode_columns < 8 ? 1 : 8)>(p, row_0, row_1);
     }
 }
 

@@ -22,10 +22,10 @@ const weights_kernels * if_supported(const weights_kernels * body) {
 
 // Without a body for the processor llama.cpp's own products are faster than the twin, which is taken only when forced.
 struct bodies {
-    const weights_kernels * quantised   = nullptr;
-    const weights_kernels * tiles       = nullptr; // quantised rows, WEIGHTS_TILE_COLUMNS or more
-    const weights_kernels * halves_one  = nullptr; // rows in 16 bits, a single column
-    const weights_kernels * halves_many = nullptr; // WEIGHTS_HALVES_COLUMNS or more
+    const weights_kernels * quantised = nullptr;
+    const weights_kernels * tiles     = nullptr; // quantised rows, WEIGHTS_TILE_COLUMNS or more
+    const weights_kernels * f16_one   = nullptr; // rows in 16 bits, a single column
+    const weights_kernels * f16_many  = nullptr; // WEIGHTS_F16_COLUMNS or more
 
     bodies() {
         const char *      forced = std::getenv("MIXEDKV_ISA");
@@ -38,12 +38,12 @@ struct bodies {
             return;
         }
         if (isa.empty() || isa == "amx") {
-            halves_many = if_supported(weights_amx());
-            tiles       = if_supported(weights_tiles());
+            f16_many = if_supported(weights_amx());
+            tiles    = if_supported(weights_tiles());
         }
         if (isa != "avx2" && isa != "avxvnni") {
-            quantised  = if_supported(weights_avx512());
-            halves_one = if_supported(weights_avx512_halves());
+            quantised = if_supported(weights_avx512());
+            f16_one   = if_supported(weights_avx512_f16());
         }
         if (!quantised && isa != "avx2") {
             quantised = if_supported(weights_avxvnni());
@@ -78,9 +78,7 @@ bool by_tiles(int type, int64_t n_columns) {
 // Null where llama.cpp makes the product
 const weights_kernels * body_of(int type, int64_t n_columns) {
     if (is_half(type)) {
-        return n_columns == 1                        ? chosen().halves_one
-               : n_columns >= WEIGHTS_HALVES_COLUMNS ? chosen().halves_many
-                                                     : nullptr;
+        return n_columns == 1 ? chosen().f16_one : n_columns >= WEIGHTS_F16_COLUMNS ? chosen().f16_many : nullptr;
     }
     if (!with_row_type(type, [](auto *) {})) {
         return nullptr;

@@ -62,7 +62,7 @@ inline void pack_tiled(const weights_columns & columns, const float * x, int64_t
     });
 }
 
-// What is opened goes to the tiles of 16 rows, without a bias.
+// What is unpacked goes to the tiles of 16 rows, without a bias.
 template <class V, class Row>
 struct to_tiles {
     row_tile * blocks;
@@ -199,9 +199,9 @@ struct tile_products {
     }
 };
 
-// Opens so many blocks of 16 rows.
+// Unpacks so many blocks of 16 rows.
 template <class V, class Row>
-void open_tiles(const weights_product & p, int64_t row, int64_t row_1, int64_t block, int64_t n, row_tile * out) {
+void unpack_tiles(const weights_product & p, int64_t row, int64_t row_1, int64_t block, int64_t n, row_tile * out) {
     const panel_rows<V, 1> rows(p, row, row_1, Row::together);
     const char *           next = rows.next(p) + block / Row::blocks * (tile_lanes * sizeof(Row) / Row::together);
     for (int64_t b = 0; b < n; b += Row::blocks) {
@@ -209,11 +209,11 @@ void open_tiles(const weights_product & p, int64_t row, int64_t row_1, int64_t b
         fetch(next, bytes);
         next += bytes;
         to_tiles<V, Row> to = { out + b };
-        open<V>(static_cast<const Row *>(nullptr), rows.rows, (block + b) / Row::blocks * sizeof(Row), to);
+        unpack<V>(static_cast<const Row *>(nullptr), rows.rows, (block + b) / Row::blocks * sizeof(Row), to);
     }
 }
 
-// What a thread works on: some rows, opened for some blocks, which stay in the first cache, and their sums with some
+// What a thread works on: some rows, unpacked for some blocks, which stay in the first cache, and their sums with some
 // columns, in the second. Columns that are chosen follow it.
 struct tile_work {
     static constexpr int n_rows    = 8; // tiles
@@ -248,7 +248,7 @@ inline void gather(const weights_product & p, int64_t column, int64_t n_columns,
 }
 
 template <class V, class T, int Scales, bool Has_least>
-void run_tiles(decltype(&open_tiles<V, row_q4_0>) open, const weights_product & p, void * memory, int64_t row_0,
+void run_tiles(decltype(&unpack_tiles<V, row_q4_0>) unpack, const weights_product & p, void * memory, int64_t row_0,
                int64_t row_1) {
     constexpr int64_t most_rows = tile_work::n_rows * tile_lanes, most_columns = tile_work::n_columns * tile_lanes;
 
@@ -270,7 +270,7 @@ void run_tiles(decltype(&open_tiles<V, row_q4_0>) open, const weights_product & 
             for (int64_t b = 0, n; b < n_blocks; b += n) {
                 n = std::min(n_blocks - b, at_once);
                 for (int64_t t = 0; t < n_tiles; t++) {
-                    open(p, row + t * tile_lanes, row_1, b, n, work.rows + t * n);
+                    unpack(p, row + t * tile_lanes, row_1, b, n, work.rows + t * n);
                 }
                 for (int64_t c = 0; c < n_columns; c += tile_lanes) {
                     tile_sums to = { work.sums[c / tile_lanes],
@@ -293,7 +293,7 @@ template <class V, class T>
 void run_tile_body(const weights_product & p, void * memory, int64_t row_0, int64_t row_1) {
     with_row_type(p.type, [&](auto * row) {
         using Row = std::remove_cv_t<std::remove_pointer_t<decltype(row)>>;
-        run_tiles<V, T, Row::scales, Row::has_least>(open_tiles<V, Row>, p, memory, row_0, row_1);
+        run_tiles<V, T, Row::scales, Row::has_least>(unpack_tiles<V, Row>, p, memory, row_0, row_1);
     });
 }
 

@@ -10,11 +10,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define WEIGHTS_BLOCK          32 // elements that share a scale, of rows and of columns
-#define WEIGHTS_ROWS           32 // that a thread draws at once: 192 are few enough to share between several
-#define WEIGHTS_ALIGNMENT      64 // of packed columns and of a thread's memory, in bytes
-#define WEIGHTS_HALVES_COLUMNS 16 // fewer with rows in 16 bits, but for single ones, are left to llama.cpp
-#define WEIGHTS_TILE_COLUMNS   16 // and more are multiplied with quantised rows by tiles, where there are any
+#define WEIGHTS_BLOCK        32 // elements that share a scale, of rows and of columns
+#define WEIGHTS_ROWS         32 // that a thread draws at once: 192 are few enough to share between several
+#define WEIGHTS_ALIGNMENT    64 // of packed columns and of a thread's memory, in bytes
+#define WEIGHTS_F16_COLUMNS  16 // fewer with rows in 16 bits, but for single ones, are left to llama.cpp
+#define WEIGHTS_TILE_COLUMNS 16 // and more are multiplied with quantised rows by tiles, where there are any
 
 #ifdef __cplusplus
 extern "C" {

@@ -121,7 +121,7 @@ inline float * column_of(const weights_product & p, int64_t column) {
     return reinterpret_cast<float *>(reinterpret_cast<char *>(p.out) + column * p.out_bytes);
 }
 
-// What a thread works on: some rows, opened for some blocks, and their sums with some columns. A block of columns is
+// What a thread works on: some rows, unpacked for some blocks, and their sums with some columns. A block of columns is
 // read from the first cache for most of the rows, all else from the second.
 template <class Row>
 struct amx_work {
@@ -133,7 +133,7 @@ struct amx_work {
     float sums[column_tiles][row_tiles][lanes][lanes];
 
     // Where a matrix has fewer rows, the last one again
-    void open(const weights_product & p, int64_t row, int64_t n_rows, int64_t block, int64_t n) {
+    void unpack(const weights_product & p, int64_t row, int64_t n_rows, int64_t block, int64_t n) {
         for (int t = 0; t * lanes < n_rows; t++) {
             const char * from[lanes];
             for (int64_t i = 0; i < lanes; i++) {
@@ -204,7 +204,7 @@ void run_rows(const weights_product & p, void * memory, int64_t row_0, int64_t r
             const int64_t n_rows = row_1 - row < most_rows ? row_1 - row : most_rows;
             for (int64_t block = 0; block < n_blocks; block += work_of::n_blocks) {
                 const int64_t n = n_blocks - block < work_of::n_blocks ? n_blocks - block : work_of::n_blocks;
-                work.open(p, row, n_rows, block, n);
+                work.unpack(p, row, n_rows, block, n);
                 memory_is_used();
                 const auto tile = [&](int64_t c) {
                     return tile_of<Row>(columns, column + (c < n_columns ? c : 0), block);

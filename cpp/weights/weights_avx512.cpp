@@ -42,12 +42,12 @@ void with_half_type(int type, F && f) {
     type == WEIGHTS_F16 ? f(f16()) : f(bf16());
 }
 
-size_t halves_bytes(int, int64_t n_elements, int64_t n_columns) {
+size_t f16_bytes(int, int64_t n_elements, int64_t n_columns) {
     return size_t(n_elements * n_columns) * sizeof(float);
 }
 
 // To F32, one column after the other
-void pack_halves(const weights_columns & columns, const float * x, int64_t column, int64_t first, int64_t n) {
+void pack_f16(const weights_columns & columns, const float * x, int64_t column, int64_t first, int64_t n) {
     float * out = static_cast<float *>(columns.packed) + column * columns.n_elements + first * WEIGHTS_BLOCK;
     with_half_type(columns.type, [&](auto half) {
         for (int64_t i = 0; i < n * WEIGHTS_BLOCK; i += 16) {
@@ -73,7 +73,7 @@ void multiply_row(const weights_product & p, const uint16_t * row, int64_t r) {
     }
 }
 
-void run_halves(const weights_product & p, void *, int64_t row_0, int64_t row_1) {
+void run_f16(const weights_product & p, void *, int64_t row_0, int64_t row_1) {
     with_half_type(p.type, [&](auto half) {
         for (int64_t r = row_0; r < row_1; r++) {
             const char * row = static_cast<const char *>(p.rows) + r * p.row_bytes;
@@ -84,9 +84,8 @@ void run_halves(const weights_product & p, void *, int64_t row_0, int64_t row_1)
 
 } // namespace
 
-const weights_kernels * weights_avx512_halves() {
-    static const weights_kernels kernels = { "avx512",     cpu_has_avx512, no_work_bytes,
-                                             halves_bytes, pack_halves,    run_halves };
+const weights_kernels * weights_avx512_f16() {
+    static const weights_kernels kernels = { "avx512", cpu_has_avx512, no_work_bytes, f16_bytes, pack_f16, run_f16 };
     return &kernels;
 }
 
@@ -104,7 +103,7 @@ const weights_kernels * weights_avx512() {
     return nullptr;
 }
 
-const weights_kernels * weights_avx512_halves() {
+const weights_kernels * weights_avx512_f16() {
     return nullptr;
 }
 

@@ -8,51 +8,51 @@
 namespace mixedkv {
 namespace {
 
-struct opened_block {
+struct unpacked_block {
     uint8_t values[WEIGHTS_BLOCK];
     float   scale[2]; // of each half, or the first alone
     float   least;
 };
 
-void open_nibbles(const uint8_t * nibbles, uint8_t * values) {
+void unpack_nibbles(const uint8_t * nibbles, uint8_t * values) {
     for (int i = 0; i < 16; i++) {
         values[i]      = nibbles[i] & 15;
         values[i + 16] = nibbles[i] >> 4;
     }
 }
 
-void open_fifth(const uint8_t * fifth, uint8_t * values) {
+void unpack_fifth(const uint8_t * fifth, uint8_t * values) {
     for (int i = 0; i < WEIGHTS_BLOCK; i++) {
         values[i] |= (fifth[i / 8] >> i % 8 & 1) << 4;
     }
 }
 
 // Block b of a struct
-void open(const row_q4_0 & row, int, opened_block & out) {
-    open_nibbles(row.nibbles, out.values);
+void unpack(const row_q4_0 & row, int, unpacked_block & out) {
+    unpack_nibbles(row.nibbles, out.values);
     out.scale[0] = half_to_float(row.scale);
 }
 
-void open(const row_q4_1 & row, int, opened_block & out) {
-    open_nibbles(row.nibbles, out.values);
-    out.scale[0] = half_to_float(row.scale);
-    out.least    = half_to_float(row.least);
-}
-
-void open(const row_q5_0 & row, int, opened_block & out) {
-    open_nibbles(row.nibbles, out.values);
-    open_fifth(row.fifth, out.values);
-    out.scale[0] = half_to_float(row.scale);
-}
-
-void open(const row_q5_1 & row, int, opened_block & out) {
-    open_nibbles(row.nibbles, out.values);
-    open_fifth(row.fifth, out.values);
+void unpack(const row_q4_1 & row, int, unpacked_block & out) {
+    unpack_nibbles(row.nibbles, out.values);
     out.scale[0] = half_to_float(row.scale);
     out.least    = half_to_float(row.least);
 }
 
-void open(const row_q8_0 & row, int, opened_block & out) {
+void unpack(const row_q5_0 & row, int, unpacked_block & out) {
+    unpack_nibbles(row.nibbles, out.values);
+    unpack_fifth(row.fifth, out.values);
+    out.scale[0] = half_to_float(row.scale);
+}
+
+void unpack(const row_q5_1 & row, int, unpacked_block & out) {
+    unpack_nibbles(row.nibbles, out.values);
+    unpack_fifth(row.fifth, out.values);
+    out.scale[0] = half_to_float(row.scale);
+    out.least    = half_to_float(row.least);
+}
+
+void unpack(const row_q8_0 & row, int, unpacked_block & out) {
     for (int i = 0; i < WEIGHTS_BLOCK; i++) {
         out.values[i] = uint8_t(row.values[i] + 128);
     }
@@ -60,7 +60,7 @@ void open(const row_q8_0 & row, int, opened_block & out) {
 }
 
 // Of Q4_K and Q5_K: factor i of the eight in 12 bytes
-void open_factors(const uint8_t * f, int i, uint16_t of_scales, uint16_t of_leasts, opened_block & out) {
+void unpack_factors(const uint8_t * f, int i, uint16_t of_scales, uint16_t of_leasts, unpacked_block & out) {
     const int scale = i < 4 ? f[i] & 63 : (f[i + 4] & 15) | f[i - 4] >> 6 << 4;
     const int least = i < 4 ? f[i + 4] & 63 : f[i + 4] >> 4 | f[i] >> 6 << 4;
     out.scale[0]    = half_to_float(of_scales) * float(scale);
@@ -68,25 +68,25 @@ void open_factors(const uint8_t * f, int i, uint16_t of_scales, uint16_t of_leas
 }
 
 template <class Row>
-void open_k4(const Row & row, int b, opened_block & out) {
-    open_factors(row.factors, b, row.scale, row.least, out);
+void unpack_k4(const Row & row, int b, unpacked_block & out) {
+    unpack_factors(row.factors, b, row.scale, row.least, out);
     for (int i = 0; i < WEIGHTS_BLOCK; i++) {
         out.values[i] = row.nibbles[b / 2 * 32 + i] >> b % 2 * 4 & 15;
     }
 }
 
-void open(const row_q4_k & row, int b, opened_block & out) {
-    open_k4(row, b, out);
+void unpack(const row_q4_k & row, int b, unpacked_block & out) {
+    unpack_k4(row, b, out);
 }
 
-void open(const row_q5_k & row, int b, opened_block & out) {
-    open_k4(row, b, out);
+void unpack(const row_q5_k & row, int b, unpacked_block & out) {
+    unpack_k4(row, b, out);
     for (int i = 0; i < WEIGHTS_BLOCK; i++) {
         out.values[i] |= (row.fifth[i] >> b & 1) << 4;
     }
 }
 
-void open(const row_q6_k & row, int b, opened_block & out) {
+void unpack(const row_q6_k & row, int b, unpacked_block & out) {
     const uint8_t * nibbles = row.nibbles + b / 4 * 64 + b % 2 * 32;
     for (int i = 0; i < WEIGHTS_BLOCK; i++) {
         out.values[i] = (nibbles[i] >> b % 4 / 2 * 4 & 15) | (row.upper[b / 4 * 32 + i] >> b % 4 * 2 & 3) << 4;
@@ -107,8 +107,8 @@ void look_up(uint8_t * values) {
     }
 }
 
-void open(const row_mxfp4 & row, int, opened_block & out) {
-    open_nibbles(row.nibbles, out.values);
+void unpack(const row_mxfp4 & row, int, unpacked_block & out) {
+    unpack_nibbles(row.nibbles, out.values);
     look_up(out.values);
     out.scale[0] = power_of(row.exponent);
 }
@@ -118,35 +118,35 @@ int in_eight(int r, int i) {
     return i / 8 * 64 + r * 8 + i % 8;
 }
 
-void open(const rows_q4_0_x8 & rows, int r, int, opened_block & out) {
+void unpack(const rows_q4_0_x8 & rows, int r, int, unpacked_block & out) {
     uint8_t nibbles[16];
     for (int i = 0; i < 16; i++) {
         nibbles[i] = rows.nibbles[in_eight(r, i)] ^ 0x88;
     }
-    open_nibbles(nibbles, out.values);
+    unpack_nibbles(nibbles, out.values);
     out.scale[0] = half_to_float(rows.scale[r]);
 }
 
-void open(const rows_q4_k_x8 & rows, int r, int b, opened_block & out) {
-    open_factors(rows.factors[b], r, rows.scale[r], rows.least[r], out);
+void unpack(const rows_q4_k_x8 & rows, int r, int b, unpacked_block & out) {
+    unpack_factors(rows.factors[b], r, rows.scale[r], rows.least[r], out);
     for (int i = 0; i < WEIGHTS_BLOCK; i++) {
         out.values[i] = rows.nibbles[in_eight(r, b / 2 * 32 + i)] >> b % 2 * 4 & 15;
     }
 }
 
-void open(const rows_mxfp4_x8 & rows, int r, int, opened_block & out) {
+void unpack(const rows_mxfp4_x8 & rows, int r, int, unpacked_block & out) {
     uint8_t nibbles[16];
     for (int i = 0; i < 16; i++) {
         nibbles[i] = rows.nibbles[in_eight(r, i)];
     }
-    open_nibbles(nibbles, out.values);
+    unpack_nibbles(nibbles, out.values);
     look_up(out.values);
     out.scale[0] = power_of(rows.exponent[r]);
 }
 
 template <class Row>
-void open(const Row & row, int, int b, opened_block & out) {
-    open(row, b, out);
+void unpack(const Row & row, int, int b, unpacked_block & out) {
+    unpack(row, b, out);
 }
 
 // Row r of those that lie together
@@ -155,8 +155,8 @@ float product(const Row * row, int r, const column_block * column, int64_t n_blo
     constexpr int part = WEIGHTS_BLOCK / Row::scales;
     float         sum  = 0.0f;
     for (int64_t b = 0; b < n_blocks; b++) {
-        opened_block w;
-        open(row[b / Row::blocks], r, int(b % Row::blocks), w);
+        unpacked_block w;
+        unpack(row[b / Row::blocks], r, int(b % Row::blocks), w);
         for (int s = 0; s < Row::scales; s++) {
             int32_t whole = 0;
             for (int i = s * part; i < (s + 1) * part; i++) {

@@ -1,5 +1,5 @@
-// Attention of few query rows: a warp takes strips of keys, opens their rows for tensor cores as they lie, and keeps a
-// softmax of its own. Each key is read once for all heads that share it.
+// Attention of few query rows: a warp takes strips of keys, dequantises their rows for tensor cores as they lie, and
+// keeps a softmax of its own. Each key is read once for all heads that share it.
 //
 // A block has one KV head, a tile of query rows and one split of the keys. Its warps take the split's strips in turn,
 // and nobody waits for another before the end: a warp copies its next strip to shared memory while it works on one.
@@ -61,7 +61,7 @@ struct decode_layout {
     static constexpr int bytes = larger(strips + queries, sums);
 };
 
-// Query rows of a tile, as the second operand of a product, in the order in which rows of type K are opened
+// Query rows of a tile, as the second operand of a product, in the order in which rows of type K are dequantised
 template <class K, int d_k, int n_tiles>
 struct query_words {
     uint32_t at[d_k / 32][n_tiles][4]; // unit: words 0 and 1 of the first step, 2 and 3 of the second
@@ -76,7 +76,7 @@ struct query_words {
                 const float * row = q + (8 * tile + g) * d_k + 32 * unit;
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    at[unit][tile][i] = pack_halves(row[K::element_k(t, i, 0)], row[K::element_k(t, i, 1)]);
+                    at[unit][tile][i] = pack_f16x2(row[K::element_k(t, i, 0)], row[K::element_k(t, i, 1)]);
                 }
             }
         }
@@ -215,7 +215,7 @@ template <int d_v, int n_tiles>
 struct warp_sums {
     float m[n_tiles][2];           // largest score of the thread's columns so far, in bits
     float l[n_tiles][2];           // the thread's share of the sum of weights
-    float o[d_v / 16][n_tiles][4]; // values times weights: elements in the order of open_v, columns
+    float o[d_v / 16][n_tiles][4]; // values times weights: elements in the order of dequantise_v, columns
 
     MIXEDKV_DEVICE_MEMBER void clear() {
 #pragma unroll
@@ -271,8 +271,8 @@ struct decode_products {
                                      float (&score)[n_tiles][4]) {
         const int t = lane() % 4;
         uint32_t  low[4], high[4];
-        K::template open_k<unit>(row_g, t, low);
-        K::template open_k<unit>(row_g8, t, high);
+        K::template unpack_k<unit>(row_g, t, low);
+        K::template unpack_k<unit>(row_g8, t, high);
         float sum[n_tiles][4] = {};
 #pragma unroll
         for (int step = 0; step < 2; step++) {
@@ -298,15 +298,15 @@ struct decode_products {
         }
     }
 
-    // Values of 16 keys, of which the thread opens 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, times their weights
+    // Values of 16 keys, of which the thread dequantises 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, times their weights
     template <int unit>
     MIXEDKV_DEVICE void add_values(const char * rows, int pitch, const uint32_t (&weight)[n_tiles][2],
                                    float (&o)[d_v / 16][n_tiles][4]) {
         const int    g = lane() / 4, t = lane() % 4;
         const char * first = rows + 2 * t * pitch;
         uint32_t     low[4], high[4];
-        V::template open_v<unit>(first, first + pitch, g, low);
-        V::template open_v<unit>(first + 8 * pitch, first + 9 * pitch, g, high);
+        V::template dequantise_v<unit>(first, first + pitch, g, low);
+        V::template dequantise_v<unit>(first + 8 * pitch, first + 9 * pitch, g, high);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const uint32_t a[4] = { low[2 * half], low[2 * half + 1], high[2 * half], high[2 * half + 1] };
@@ -388,7 +388,7 @@ MIXEDKV_DEVICE void attend_strip(const attention_problem & p, const char * memor
                     w[column] = exp2_of(score[part][tile][2 * half + column] - base_of(sums.m[tile][column]));
                     sums.l[tile][column] += w[column];
                 }
-                weight[tile][half] = transpose_8x8(pack_halves(w[0], w[1]));
+                weight[tile][half] = transpose_8x8(pack_f16x2(w[0], w[1]));
             }
         }
         const char * rows = memory + Layout::k_size + 16 * part * Layout::v_pitch;

@@ -161,26 +161,26 @@ MIXEDKV_DEVICE uint16_t float_to_half_bits(float x) {
     return __half_as_ushort(__float2half_rn(x));
 }
 
-MIXEDKV_DEVICE uint32_t pack_halves(float low, float high) {
+MIXEDKV_DEVICE uint32_t pack_f16x2(float low, float high) {
     uint32_t y;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
     return y;
 }
 
-MIXEDKV_DEVICE uint32_t subtract_halves(uint32_t a, uint32_t b) {
+MIXEDKV_DEVICE uint32_t subtract_f16x2(uint32_t a, uint32_t b) {
     uint32_t y;
     asm("sub.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
 }
 
-MIXEDKV_DEVICE uint32_t multiply_halves(uint32_t a, uint32_t b) {
+MIXEDKV_DEVICE uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
     uint32_t y;
     asm("mul.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
 }
 
 // a * b + c, rounded once
-MIXEDKV_DEVICE uint32_t multiply_add_halves(uint32_t a, uint32_t b, uint32_t c) {
+MIXEDKV_DEVICE uint32_t multiply_add_f16x2(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t y;
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
     return y;
@@ -207,15 +207,15 @@ MIXEDKV_DEVICE void multiply_16x8x16(float (&c)[4], const uint32_t (&a)[4], uint
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Transposes an 8 x 8 matrix of halves: lane 4 g + t has (g, 2t) and (g, 2t + 1), and gets (2t, g) and (2t + 1, g).
+// Transposes an 8 x 8 matrix of F16 values: lane 4 g + t has (g, 2t) and (g, 2t + 1), and gets (2t, g) and (2t + 1, g).
 MIXEDKV_DEVICE uint32_t transpose_8x8(uint32_t x) {
     uint32_t y;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
     return y;
 }
 
-// Four 8 x 8 matrices of halves in shared memory: lane l says where row l % 8 of matrix l / 8 begins, 16-byte aligned.
-// Lane 4 g + t gets (g, 2t) and (g, 2t + 1) of each, transposed (2t, g) and (2t + 1, g).
+// Four 8 x 8 matrices of F16 values in shared memory: lane l says where row l % 8 of matrix l / 8 begins, 16-byte
+// aligned. Lane 4 g + t gets (g, 2t) and (g, 2t + 1) of each, transposed (2t, g) and (2t + 1, g).
 MIXEDKV_DEVICE void load_matrices(uint32_t (&y)[4], const void * row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(y[0]), "=r"(y[1]), "=r"(y[2]), "=r"(y[3])
@@ -290,7 +290,7 @@ MIXEDKV_DEVICE float load_half(const char * p) {
 }
 
 // The same half twice
-MIXEDKV_DEVICE uint32_t both_halves(uint32_t x) {
+MIXEDKV_DEVICE uint32_t twice_f16x2(uint32_t x) {
     return permute_bytes(x, x, 0x1010);
 }
 

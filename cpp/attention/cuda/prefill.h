@@ -1,10 +1,10 @@
-// Attention of many query rows: a block opens a tile of keys to F16 in shared memory once, and each of its warps
+// Attention of many query rows: a block dequantises a tile of keys to F16 in shared memory once, and each of its warps
 // multiplies its rows with it. No F16 view of the keys lies in memory.
 //
-// Four tiles are under way. While one is multiplied the next is opened, from rows that have come as they lie; those of
-// the one after that are on their way, and so is the mask of the fourth: tiles that no row of the block sees are not
-// read. F16 rows are copied to where they are multiplied. Four lanes copy a row and open it, so the block meets once a
-// tile.
+// Four tiles are under way. While one is multiplied the next is dequantised, from rows that have come as they lie;
+// those of the one after that are on their way, and so is the mask of the fourth: tiles that no row of the block sees
+// are not read. F16 rows are copied to where they are multiplied. Four lanes copy and dequantise a row, so the block
+// meets once a tile.
 
 #pragma once
 
@@ -20,7 +20,7 @@ struct prefill_shape {
     static constexpr int  warps     = warps_;
     static constexpr int  keys      = keys_;    // of a tile
     static constexpr int  blocks    = blocks_;  // that a multiprocessor shall have room for
-    static constexpr bool between   = between_; // the next tile is opened between the products of one, or before them
+    static constexpr bool between   = between_; // dequantise a tile between the products of the last one
     static constexpr int  rows      = warp_rows * warps;
     static constexpr int  parts     = warp_rows / 16;
 };
@@ -45,12 +45,12 @@ struct prefill_layout {
     static_assert(raw_pitch % 32 == 16, "rows share banks");
 
     static constexpr int raw_size   = Shape::keys * raw_pitch; // of K, and of V
-    static constexpr int open_size  = Shape::keys * pitch;     // the same
+    static constexpr int f16_size   = Shape::keys * pitch;     // the same
     static constexpr int mask_pitch = 2 * Shape::keys;
     static constexpr int n_masks    = 4;
 
-    static constexpr int open  = Shape::rows * pitch; // behind the queries: K and V of two tiles
-    static constexpr int raw   = open + 2 * 2 * open_size;
+    static constexpr int f16   = Shape::rows * pitch; // behind the queries: K and V of two tiles
+    static constexpr int raw   = f16 + 2 * 2 * f16_size;
     static constexpr int infos = raw + 2 * raw_size;
     static constexpr int masks = infos + Shape::rows * int(sizeof(row_info));
 
@@ -79,8 +79,8 @@ struct tile_reader {
     MIXEDKV_DEVICE_MEMBER row_info & info_of(int row) const {
         return reinterpret_cast<row_info *>(memory + layout::infos)[row];
     }
-    MIXEDKV_DEVICE_MEMBER char * open_at(int tile, bool is_v) const {
-        return memory + layout::open + (2 * (tile % 2) + is_v) * layout::open_size;
+    MIXEDKV_DEVICE_MEMBER char * f16_at(int tile, bool is_v) const {
+        return memory + layout::f16 + (2 * (tile % 2) + is_v) * layout::f16_size;
     }
     MIXEDKV_DEVICE_MEMBER char * raw_at(int row, bool is_v) const {
         return memory + layout::raw + is_v * layout::raw_size + row * layout::raw_pitch;
@@ -145,8 +145,8 @@ struct tile_reader {
 
     MIXEDKV_DEVICE_MEMBER bool has_rows(bool is_v) const { return !one_of_kv || own_row() / Shape::keys == int(is_v); }
 
-    // The type of what this warp is to open of K or V; F16: nothing
-    MIXEDKV_DEVICE_MEMBER stored_type to_open(bool is_v) const {
+    // The type of what this warp dequantises of K or V; F16: nothing
+    MIXEDKV_DEVICE_MEMBER stored_type to_dequantise(bool is_v) const {
         return !has_rows(is_v) ? stored_type::f16 : is_v ? type_v : type_k;
     }
 
@@ -182,7 +182,7 @@ struct tile_reader {
             if (has_rows(is_v) && (is_v ? type_v : type_k) == stored_type::f16) {
                 for_own_rows([&](int row) {
                     copy_row<f16_rows>(find_row(p, stream, head_kv, min_of(key0 + row, end - 1), is_hot, is_v),
-                                       open_at(tile, is_v) + row * layout::pitch);
+                                       f16_at(tile, is_v) + row * layout::pitch);
                 });
             }
         }
@@ -194,7 +194,7 @@ struct tile_reader {
         for (int is_v = 0; is_v < 2; is_v++) {
             const row_view &   all   = is_v ? p.cold.v : p.cold.k;
             const char * const first = all.data + stream * all.stream + head_kv * all.head + key0 * all.row;
-            with_rows<d>(to_open(is_v), [&](auto rows) {
+            with_rows<d>(to_dequantise(is_v), [&](auto rows) {
                 if constexpr (decltype(rows)::has_scale) {
                     for_own_rows([&](int row) {
                         copy_row<decltype(rows)>(first + uint32_t(min_of(row, end - 1 - key0)) * uint32_t(all.row),
@@ -206,13 +206,13 @@ struct tile_reader {
     }
 
     template <class Rows, int unit>
-    MIXEDKV_DEVICE_MEMBER void open_unit(int tile, bool is_v) const {
+    MIXEDKV_DEVICE_MEMBER void dequantise_unit(int tile, bool is_v) const {
         if constexpr (Rows::has_scale) {
             for_own_rows([&](int row) {
                 const int t = thread() % 4;
                 uint32_t  y[4];
-                Rows::template open_runs<unit>(raw_at(row, is_v), t, y);
-                char * const to = open_at(tile, is_v) + row * layout::pitch + 64 * unit + 2 * Rows::first_run(t);
+                Rows::template dequantise_runs<unit>(raw_at(row, is_v), t, y);
+                char * const to = f16_at(tile, is_v) + row * layout::pitch + 64 * unit + 2 * Rows::first_run(t);
                 if constexpr (Rows::second_run(0) == 4) {
                     *reinterpret_cast<words<4> *>(to) = { { y[0], y[1], y[2], y[3] } };
                 } else {
@@ -224,17 +224,17 @@ struct tile_reader {
     }
 
     template <class Rows, int unit = 0>
-    MIXEDKV_DEVICE_MEMBER void open_units(int tile, bool is_v) const {
-        open_unit<Rows, unit>(tile, is_v);
+    MIXEDKV_DEVICE_MEMBER void dequantise_units(int tile, bool is_v) const {
+        dequantise_unit<Rows, unit>(tile, is_v);
         if constexpr (unit + 1 < d / 32) {
-            open_units<Rows, unit + 1>(tile, is_v);
+            dequantise_units<Rows, unit + 1>(tile, is_v);
         }
     }
 
-    MIXEDKV_DEVICE_MEMBER void open_keys(int tile) const {
+    MIXEDKV_DEVICE_MEMBER void dequantise_keys(int tile) const {
 #pragma unroll 1
         for (int is_v = 0; is_v < 2; is_v++) {
-            with_rows<d>(to_open(is_v), [&](auto rows) { open_units<decltype(rows)>(tile, is_v); });
+            with_rows<d>(to_dequantise(is_v), [&](auto rows) { dequantise_units<decltype(rows)>(tile, is_v); });
         }
     }
 };
@@ -263,8 +263,8 @@ struct prefill_products {
     MIXEDKV_DEVICE int row_first() { return lane() % 16 * layout::pitch + lane() / 16 * 16; }
     MIXEDKV_DEVICE int row_last() { return (lane() % 8 + lane() / 16 * 8) * layout::pitch + lane() / 8 % 2 * 16; }
 
-    // Products of 16 elements a step, d / 32 steps. After each the thread opens a unit of its rows of the next tile, K
-    // in the first half of the steps and V in the second.
+    // Products of 16 elements a step, d / 32 steps. After each the thread dequantises a unit of its rows of the next
+    // tile, K in the first half of the steps and V in the second.
     template <class Rows, int step>
     MIXEDKV_DEVICE void add_steps(const reader & r, int tile, const char * queries, const char * k,
                                   prefill_scores<Shape> & score) {
@@ -286,7 +286,7 @@ struct prefill_products {
                 multiply_16x8x16(score[part][2 * pair + 1], a[part], b[pair][2], b[pair][3]);
             }
         }
-        r.template open_unit<Rows, step % (d / 32)>(tile + 1, step >= d / 32);
+        r.template dequantise_unit<Rows, step % (d / 32)>(tile + 1, step >= d / 32);
         if constexpr ((step + 1) % (d / 32) != 0) {
             add_steps<Rows, step + 1>(r, tile, queries, k, score);
         }
@@ -297,7 +297,7 @@ struct prefill_products {
                                  prefill_scores<Shape> & score) {
         constexpr int first = is_v ? d / 32 : 0;
         if constexpr (Shape::between) {
-            with_rows<d>(r.to_open(is_v),
+            with_rows<d>(r.to_dequantise(is_v),
                          [&](auto rows) { add_steps<decltype(rows), first>(r, tile, queries, k, score); });
         } else {
             add_steps<f16_rows, first>(r, tile, queries, k, score);
@@ -307,14 +307,14 @@ struct prefill_products {
     // row: of the block, the warp's first
     MIXEDKV_DEVICE void multiply_keys(const reader & r, int tile, int row, prefill_scores<Shape> & score) {
         const char * queries = r.memory + row * layout::pitch + row_first();
-        const char * k       = r.open_at(tile, false) + row_last();
+        const char * k       = r.f16_at(tile, false) + row_last();
         add_half<false>(r, tile, queries, k, score);
         add_half<true>(r, tile, queries, k, score);
     }
 
     // The tile's scores become weights.
-    MIXEDKV_DEVICE void weigh(const reader & r, int tile, int key0, int row, bool is_masked,
-                              prefill_scores<Shape> & score, prefill_sums<d, Shape> & sums) {
+    MIXEDKV_DEVICE void softmax(const reader & r, int tile, int key0, int row, bool is_masked,
+                                prefill_scores<Shape> & score, prefill_sums<d, Shape> & sums) {
         constexpr int n_tiles = Shape::keys / 8;
         const int     g = lane() / 4, t = lane() % 4;
         if (r.p.logit_softcap != 0.0f) {
@@ -393,7 +393,7 @@ struct prefill_products {
 
     MIXEDKV_DEVICE void add_values(const reader & r, int tile, const prefill_scores<Shape> & weight,
                                    prefill_sums<d, Shape> & sums) {
-        const char * v = r.open_at(tile, true) + row_first();
+        const char * v = r.f16_at(tile, true) + row_first();
 #pragma unroll
         for (int pair = 0; pair < Shape::keys / 16; pair++) {
             uint32_t a[Shape::parts][4];
@@ -402,7 +402,7 @@ struct prefill_products {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const float (&x)[4] = weight[part][2 * pair + i / 2];
-                    a[part][i]          = pack_halves(x[2 * (i % 2)], x[2 * (i % 2) + 1]);
+                    a[part][i]          = pack_f16x2(x[2 * (i % 2)], x[2 * (i % 2) + 1]);
                 }
             }
 #pragma unroll
@@ -439,7 +439,7 @@ MIXEDKV_DEVICE void attend_tiles(const tile_reader<d, Shape> & reader, int begin
         commit_copies();
         wait_copies<0>();
         sync_warp();
-        reader.open_keys(0);
+        reader.dequantise_keys(0);
         sync_warp();
     }
     if (sees_next) {
@@ -450,9 +450,9 @@ MIXEDKV_DEVICE void attend_tiles(const tile_reader<d, Shape> & reader, int begin
     sync_block();
     int tile = 0;
     for (int key0 = begin; key0 < reader.end; key0 += n, tile++) {
-        // What is opened is there for all warps, and nobody multiplies the tile before it any more.
+        // What is dequantised is there for all warps, and nobody multiplies the tile before it any more.
         const auto copy_next = [&] {
-            sync_warp(); // rows as they are stored have been opened
+            sync_warp(); // rows as they are stored have been dequantised
             if (sees_after) {
                 reader.copy_raw(key0 + 2 * n);
             }
@@ -467,7 +467,7 @@ MIXEDKV_DEVICE void attend_tiles(const tile_reader<d, Shape> & reader, int begin
             reader.look_at_mask(tile, sums.first, sums.n, works, is_masked);
         }
         if (sees_next && !(Shape::between && works)) {
-            reader.open_keys(tile + 1);
+            reader.dequantise_keys(tile + 1);
         }
         if constexpr (!Shape::between) {
             copy_next();
@@ -480,7 +480,7 @@ MIXEDKV_DEVICE void attend_tiles(const tile_reader<d, Shape> & reader, int begin
             copy_next();
         }
         if (works) {
-            products::weigh(reader, tile, key0, row, is_masked, score, sums);
+            products::softmax(reader, tile, key0, row, is_masked, score, sums);
             products::add_values(reader, tile, score, sums);
         }
         wait_copies<0>();

@@ -1,16 +1,18 @@
 // How kernels take rows of K and V apart, for tensor cores, as the rows lie in shared memory.
 //
 // A unit is 32 elements of a row. Tensor cores take the elements of a unit in any order, if both sides have the same.
-// So each type has the order in which it opens fastest:
+// So each type has the order in which it dequantises fastest:
 //
-//   K    Lane t of four opens 8 elements of a unit as 4 words of two halves; half j of word i is element_k(t, i, j).
+//   K    Lane t of four unpacks 8 elements of a unit as 4 words of two F16 values; value j of word i is element_k(t, i,
+//   j).
 //        Integers stay integers: the scale of a unit is multiplied with the sum of products in F32, so scores are exact
 //        but for the rounding of Q to F16.
-//   V    Lane g of eight opens 4 elements of two keys at a time; word i has both keys' element_v(g, i), with the scale.
+//   V    Lane g of eight dequantises 4 elements of two keys at a time; word i has both keys' element_v(g, i), with the
+//   scale.
 //
 //
-// For kernels that open whole rows first, open_runs gives 4 elements from first_run(t) on and 4 from second_run(t) on,
-// in words 0 and 1, and 2 and 3, with the scale.
+// For kernels that dequantise whole rows first, dequantise_runs gives 4 elements from first_run(t) on and 4 from
+// second_run(t) on, in words 0 and 1, and 2 and 3, with the scale.
 //
 // Rows begin at multiples of 4 bytes, of 16 in F16. A unit's place in its row is known when the kernel is compiled, so
 // a lane knows which words are aligned.
@@ -36,13 +38,13 @@ MIXEDKV_DEVICE uint32_t load_word(const char * p) {
 
 constexpr uint32_t half_1024 = 0x64006400; // an integer n < 1024 in the low bits makes 1024 + n of it
 
-// Nibbles at bits 0, 4, 8, 12 of each half of x, less 8, as halves
-MIXEDKV_DEVICE void open_nibbles(uint32_t x, uint32_t (&y)[4]) {
+// Nibbles at bits 0, 4, 8, 12 of each half of x, less 8, in F16
+MIXEDKV_DEVICE void unpack_nibbles(uint32_t x, uint32_t (&y)[4]) {
     constexpr uint32_t sixteenth = 0x2c002c00, minus_72 = 0xd480d480, half_1032 = 0x64086408;
-    y[0] = subtract_halves(and_or(x, 0x000f000f, half_1024), half_1032);
-    y[1] = multiply_add_halves(and_or(x, 0x00f000f0, half_1024), sixteenth, minus_72); // 1024 + 16 n
-    y[2] = subtract_halves(and_or(x >> 8, 0x000f000f, half_1024), half_1032);
-    y[3] = multiply_add_halves(and_or(x >> 8, 0x00f000f0, half_1024), sixteenth, minus_72);
+    y[0] = subtract_f16x2(and_or(x, 0x000f000f, half_1024), half_1032);
+    y[1] = multiply_add_f16x2(and_or(x, 0x00f000f0, half_1024), sixteenth, minus_72); // 1024 + 16 n
+    y[2] = subtract_f16x2(and_or(x >> 8, 0x000f000f, half_1024), half_1032);
+    y[3] = multiply_add_f16x2(and_or(x >> 8, 0x00f000f0, half_1024), sixteenth, minus_72);
 }
 
 struct f16_rows {
@@ -53,7 +55,7 @@ struct f16_rows {
     MIXEDKV_SHARED(int) element_v(int g, int i) { return 4 * g + i; }
 
     template <int unit>
-    MIXEDKV_DEVICE void open_k(const char * row, int t, uint32_t (&y)[4]) {
+    MIXEDKV_DEVICE void unpack_k(const char * row, int t, uint32_t (&y)[4]) {
         const words<4> x = load_words<4>(row + unit * unit_bytes + 16 * t);
         for (int i = 0; i < 4; i++) {
             y[i] = x.at[i];
@@ -64,12 +66,12 @@ struct f16_rows {
     MIXEDKV_SHARED(int) second_run(int t) { return 8 * t + 4; }
 
     template <int unit>
-    MIXEDKV_DEVICE void open_runs(const char * row, int t, uint32_t (&y)[4]) {
-        open_k<unit>(row, t, y);
+    MIXEDKV_DEVICE void dequantise_runs(const char * row, int t, uint32_t (&y)[4]) {
+        unpack_k<unit>(row, t, y);
     }
 
     template <int unit>
-    MIXEDKV_DEVICE void open_v(const char * a, const char * b, int g, uint32_t (&y)[4]) {
+    MIXEDKV_DEVICE void dequantise_v(const char * a, const char * b, int g, uint32_t (&y)[4]) {
         const words<2> wa = load_words<2>(a + unit * unit_bytes + 8 * g);
         const words<2> wb = load_words<2>(b + unit * unit_bytes + 8 * g);
         for (int i = 0; i < 2; i++) {
@@ -94,7 +96,7 @@ struct scaled_rows {
     MIXEDKV_DEVICE void multiply_by_scales(const char * a, const char * b, uint32_t (&y)[4]) {
         const uint32_t scales = load_u16(a + unit / units * bytes) | load_u16(b + unit / units * bytes) << 16;
         for (int i = 0; i < 4; i++) {
-            y[i] = multiply_halves(y[i], scales);
+            y[i] = multiply_f16x2(y[i], scales);
         }
     }
 };
@@ -106,32 +108,32 @@ struct q8_0_rows : scaled_rows<34> {
     MIXEDKV_SHARED(int) second_run(int t) { return 8 * t + 4; }
 
     template <int unit>
-    MIXEDKV_DEVICE void open_runs(const char * row, int t, uint32_t (&y)[4]) {
-        open_k<unit>(row, t, y);
+    MIXEDKV_DEVICE void dequantise_runs(const char * row, int t, uint32_t (&y)[4]) {
+        unpack_k<unit>(row, t, y);
         multiply_by_scales<unit>(row, row, y);
     }
 
-    // Bytes 0 and 1, and 2 and 3, signed, as halves
-    MIXEDKV_DEVICE void open_bytes(uint32_t x, uint32_t & low, uint32_t & high) {
+    // Bytes 0 and 1, and 2 and 3, signed, in F16
+    MIXEDKV_DEVICE void unpack_bytes(uint32_t x, uint32_t & low, uint32_t & high) {
         constexpr uint32_t half_1152 = 0x64806480;
         x ^= 0x80808080;
-        low  = subtract_halves(permute_bytes(x, half_1024, 0x5150), half_1152);
-        high = subtract_halves(permute_bytes(x, half_1024, 0x5352), half_1152);
+        low  = subtract_f16x2(permute_bytes(x, half_1024, 0x5150), half_1152);
+        high = subtract_f16x2(permute_bytes(x, half_1024, 0x5352), half_1152);
     }
 
     template <int unit>
-    MIXEDKV_DEVICE void open_k(const char * row, int t, uint32_t (&y)[4]) {
+    MIXEDKV_DEVICE void unpack_k(const char * row, int t, uint32_t (&y)[4]) {
         constexpr int begin = unit * unit_bytes + 2;
-        open_bytes(load_word<begin>(row + 8 * t), y[0], y[1]);
-        open_bytes(load_word<begin + 4>(row + 8 * t), y[2], y[3]);
+        unpack_bytes(load_word<begin>(row + 8 * t), y[0], y[1]);
+        unpack_bytes(load_word<begin + 4>(row + 8 * t), y[2], y[3]);
     }
 
     template <int unit>
-    MIXEDKV_DEVICE void open_v(const char * a, const char * b, int g, uint32_t (&y)[4]) {
+    MIXEDKV_DEVICE void dequantise_v(const char * a, const char * b, int g, uint32_t (&y)[4]) {
         constexpr int  begin = unit * unit_bytes + 2;
         const uint32_t wa = load_word<begin>(a + 4 * g), wb = load_word<begin>(b + 4 * g);
-        open_bytes(permute_bytes(wa, wb, 0x5140), y[0], y[1]);
-        open_bytes(permute_bytes(wa, wb, 0x7362), y[2], y[3]);
+        unpack_bytes(permute_bytes(wa, wb, 0x5140), y[0], y[1]);
+        unpack_bytes(permute_bytes(wa, wb, 0x7362), y[2], y[3]);
         multiply_by_scales<unit>(a, b, y);
     }
 };
@@ -145,7 +147,7 @@ struct nibble_rows : scaled_rows<bytes, units> {
     MIXEDKV_SHARED(int) first_run(int t) { return 4 * t; }
     MIXEDKV_SHARED(int) second_run(int t) { return 4 * t + 16; }
 
-    // From the words of open_k, in which nibble i and i + 4 lie together
+    // From the words of unpack_k, in which nibble i and i + 4 lie together
     MIXEDKV_DEVICE void put_in_runs(uint32_t (&y)[4]) {
         const uint32_t x[4] = { y[0], y[1], y[2], y[3] };
         for (int high = 0; high < 2; high++) {
@@ -157,20 +159,20 @@ struct nibble_rows : scaled_rows<bytes, units> {
 
 struct q4_0_rows : nibble_rows<18> {
     template <int unit>
-    MIXEDKV_DEVICE void open_k(const char * row, int t, uint32_t (&y)[4]) {
-        open_nibbles(load_word<unit * unit_bytes + 2>(row + 4 * t), y);
+    MIXEDKV_DEVICE void unpack_k(const char * row, int t, uint32_t (&y)[4]) {
+        unpack_nibbles(load_word<unit * unit_bytes + 2>(row + 4 * t), y);
     }
 
     template <int unit>
-    MIXEDKV_DEVICE void open_v(const char * a, const char * b, int g, uint32_t (&y)[4]) {
+    MIXEDKV_DEVICE void dequantise_v(const char * a, const char * b, int g, uint32_t (&y)[4]) {
         constexpr int begin = unit * unit_bytes + 2;
-        open_nibbles(load_u16(a + begin + 2 * g) | load_u16(b + begin + 2 * g) << 16, y);
+        unpack_nibbles(load_u16(a + begin + 2 * g) | load_u16(b + begin + 2 * g) << 16, y);
         multiply_by_scales<unit>(a, b, y);
     }
 
     template <int unit>
-    MIXEDKV_DEVICE void open_runs(const char * row, int t, uint32_t (&y)[4]) {
-        open_k<unit>(row, t, y);
+    MIXEDKV_DEVICE void dequantise_runs(const char * row, int t, uint32_t (&y)[4]) {
+        unpack_k<unit>(row, t, y);
         put_in_runs(y);
         multiply_by_scales<unit>(row, row, y);
     }
@@ -179,39 +181,39 @@ struct q4_0_rows : nibble_rows<18> {
 // As q4_0, with the fifth bits of all elements in a word between scale and nibbles
 struct q5_0_rows : nibble_rows<22> {
     // Nibble i of each half of x, and a fifth bit of each, which is bit 4 of each half of `fifths`
-    MIXEDKV_DEVICE uint32_t open_one(uint32_t x, int i, uint32_t fifths) {
+    MIXEDKV_DEVICE uint32_t unpack_one(uint32_t x, int i, uint32_t fifths) {
         constexpr uint32_t half_1040 = 0x64106410;
         const uint32_t     nibbles   = and_or(x >> 4 * i, 0x000f000f, half_1024);
-        return subtract_halves(and_or(fifths, 0x00100010, nibbles), half_1040);
+        return subtract_f16x2(and_or(fifths, 0x00100010, nibbles), half_1040);
     }
 
     template <int unit>
-    MIXEDKV_DEVICE void open_k(const char * row, int t, uint32_t (&y)[4]) {
+    MIXEDKV_DEVICE void unpack_k(const char * row, int t, uint32_t (&y)[4]) {
         const uint32_t x         = load_word<unit * unit_bytes + 6>(row + 4 * t);
         const uint32_t fifths    = load_word<unit * unit_bytes + 2>(row) >> 4 * t;
         // bits 0 and 2 go to 4 and 20, 1 and 3 to 5 and 21
         const uint32_t spread[2] = { (fifths & 15) * 0x00040010, (fifths >> 16 & 15) * 0x00040010 };
         for (int i = 0; i < 4; i++) {
-            y[i] = open_one(x, i, spread[i % 2] >> i / 2);
+            y[i] = unpack_one(x, i, spread[i % 2] >> i / 2);
         }
     }
 
     template <int unit>
-    MIXEDKV_DEVICE void open_v(const char * a, const char * b, int g, uint32_t (&y)[4]) {
+    MIXEDKV_DEVICE void dequantise_v(const char * a, const char * b, int g, uint32_t (&y)[4]) {
         constexpr int  begin = unit * unit_bytes + 6;
         const uint32_t x     = load_u16(a + begin + 2 * g) | load_u16(b + begin + 2 * g) << 16;
         const uint32_t fa = load_word<begin - 4>(a) >> 2 * g, fb = load_word<begin - 4>(b) >> 2 * g;
         // of the elements of low nibbles, and of high ones
         const uint32_t fifths[2] = { permute_bytes(fa, fb, 0x5410), permute_bytes(fa, fb, 0x7632) };
         for (int i = 0; i < 4; i++) {
-            y[i] = open_one(x, i, fifths[i % 2] << (4 - i / 2));
+            y[i] = unpack_one(x, i, fifths[i % 2] << (4 - i / 2));
         }
         multiply_by_scales<unit>(a, b, y);
     }
 
     template <int unit>
-    MIXEDKV_DEVICE void open_runs(const char * row, int t, uint32_t (&y)[4]) {
-        open_k<unit>(row, t, y);
+    MIXEDKV_DEVICE void dequantise_runs(const char * row, int t, uint32_t (&y)[4]) {
+        unpack_k<unit>(row, t, y);
         put_in_runs(y);
         multiply_by_scales<unit>(row, row, y);
     }
@@ -245,35 +247,35 @@ struct level_rows : nibble_rows<Layout::block_bytes, 2> {
         }
     }
 
-    // Two bytes of x, by the selector, less 128, as halves
-    MIXEDKV_DEVICE uint32_t to_halves(uint32_t x, uint32_t selector) {
+    // Two bytes of x, by the selector, less 128, in F16
+    MIXEDKV_DEVICE uint32_t to_f16x2(uint32_t x, uint32_t selector) {
         constexpr uint32_t half_1152 = 0x64806480;
-        return subtract_halves(permute_bytes(x, half_1024, selector), half_1152);
+        return subtract_f16x2(permute_bytes(x, half_1024, selector), half_1152);
     }
 
     template <int unit>
-    MIXEDKV_DEVICE void open_k(const char * row, int t, uint32_t (&y)[4]) {
+    MIXEDKV_DEVICE void unpack_k(const char * row, int t, uint32_t (&y)[4]) {
         uint32_t x[2];
         look_up(Layout::template load<unit>(row, t), x);
         for (int i = 0; i < 4; i++) {
-            y[i] = to_halves(x[i % 2], i < 2 ? 0x5250 : 0x5351);
+            y[i] = to_f16x2(x[i % 2], i < 2 ? 0x5250 : 0x5351);
         }
     }
 
     template <int unit>
-    MIXEDKV_DEVICE void open_v(const char * a, const char * b, int g, uint32_t (&y)[4]) {
+    MIXEDKV_DEVICE void dequantise_v(const char * a, const char * b, int g, uint32_t (&y)[4]) {
         uint32_t x[2];
         look_up(Layout::template load_two<unit>(a, b, g), x);
         const uint32_t first = permute_bytes(x[0], x[1], 0x5140), last = permute_bytes(x[0], x[1], 0x7362);
         for (int i = 0; i < 4; i++) {
-            y[i] = to_halves(i < 2 ? first : last, i % 2 ? 0x5352 : 0x5150);
+            y[i] = to_f16x2(i < 2 ? first : last, i % 2 ? 0x5352 : 0x5150);
         }
         nibbles::template multiply_by_scales<unit>(a, b, y);
     }
 
     template <int unit>
-    MIXEDKV_DEVICE void open_runs(const char * row, int t, uint32_t (&y)[4]) {
-        open_k<unit>(row, t, y);
+    MIXEDKV_DEVICE void dequantise_runs(const char * row, int t, uint32_t (&y)[4]) {
+        unpack_k<unit>(row, t, y);
         nibbles::template multiply_by_scales<unit>(row, row, y);
     }
 };

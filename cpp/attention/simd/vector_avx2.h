@@ -4,7 +4,7 @@
 
 #include "attention/row_types.h"
 
-#include "attention/x86/open_rows.h"
+#include "attention/x86/unpack_rows.h"
 
 #include <immintrin.h>
 
@@ -136,7 +136,7 @@ struct avx2 : plain_blocks {
         store(out + 8, mul(d, _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)))));
     }
 
-    static void unpack(type_constant<row_type::q8_0>, const char * block, float * out) {
+    static void dequantise(type_constant<row_type::q8_0>, const char * block, float * out) {
         const V d = set(scale_of(block));
         for (int i = 0; i < 2; i++) {
             scaled(_mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 2) + i), d, out + 16 * i);
@@ -153,22 +153,22 @@ struct avx2 : plain_blocks {
         scaled(_mm_shuffle_epi8(values, _mm_and_si128(x, nibble)), d, out);
         scaled(_mm_shuffle_epi8(values, _mm_and_si128(_mm_srli_epi16(x, 4), nibble)), d, out + 16);
     }
-    static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) {
+    static void dequantise(type_constant<row_type::q4_0>, const char * p, float * out) {
         look_up<q4_0_values>(scale_of(p), p + 2, out);
     }
-    static void unpack(type_constant<row_type::lm4>, const char * p, float * out) {
+    static void dequantise(type_constant<row_type::lm4>, const char * p, float * out) {
         look_up<lm4_values>(scale_of(p), p + 2, out);
         look_up<lm4_values>(scale_of(p), p + 18, out + 32);
     }
-    static void unpack(type_constant<row_type::tc3>, const char * p, float * out) {
-        char opened[32];
-        open_block_tc3(p, opened);
-        look_up<tc3_values>(scale_of(p), opened, out);
-        look_up<tc3_values>(scale_of(p), opened + 16, out + 32);
+    static void dequantise(type_constant<row_type::tc3>, const char * p, float * out) {
+        char unpacked[32];
+        unpack_block_tc3(p, unpacked);
+        look_up<tc3_values>(scale_of(p), unpacked, out);
+        look_up<tc3_values>(scale_of(p), unpacked + 16, out + 32);
     }
 
-    static void unpack(type_constant<row_type::q5_0>, const char * p, float * out) {
-        const __m256i x = open_block_q5_0(p);
+    static void dequantise(type_constant<row_type::q5_0>, const char * p, float * out) {
+        const __m256i x = unpack_block_q5_0(p);
         scaled(_mm256_castsi256_si128(x), set(scale_of(p)), out);
         scaled(_mm256_extracti128_si256(x, 1), set(scale_of(p)), out + 16);
     }

@@ -4,7 +4,7 @@
 
 #include "attention/row_types.h"
 
-#include "attention/x86/open_rows.h"
+#include "attention/x86/unpack_rows.h"
 
 #include <immintrin.h>
 
@@ -127,7 +127,7 @@ struct avx512 : plain_blocks {
         return _mm512_maskz_scalef_ps(live, p, n);
     }
 
-    static void unpack(type_constant<row_type::q8_0>, const char * block, float * out) {
+    static void dequantise(type_constant<row_type::q8_0>, const char * block, float * out) {
         const V d = set(scale_of(block));
         for (int i = 0; i < 2; i++) {
             const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 2) + i);
@@ -144,22 +144,22 @@ struct avx512 : plain_blocks {
         store(out, _mm512_permutexvar_ps(n, values));
         store(out + 16, _mm512_permutexvar_ps(_mm512_srli_epi32(n, 4), values));
     }
-    static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) {
+    static void dequantise(type_constant<row_type::q4_0>, const char * p, float * out) {
         look_up<q4_0_values>(scale_of(p), p + 2, out);
     }
-    static void unpack(type_constant<row_type::lm4>, const char * p, float * out) {
+    static void dequantise(type_constant<row_type::lm4>, const char * p, float * out) {
         look_up<lm4_values>(scale_of(p), p + 2, out);
         look_up<lm4_values>(scale_of(p), p + 18, out + 32);
     }
-    static void unpack(type_constant<row_type::tc3>, const char * p, float * out) {
-        char opened[32];
-        open_block_tc3(p, opened);
-        look_up<tc3_values>(scale_of(p), opened, out);
-        look_up<tc3_values>(scale_of(p), opened + 16, out + 32);
+    static void dequantise(type_constant<row_type::tc3>, const char * p, float * out) {
+        char unpacked[32];
+        unpack_block_tc3(p, unpacked);
+        look_up<tc3_values>(scale_of(p), unpacked, out);
+        look_up<tc3_values>(scale_of(p), unpacked + 16, out + 32);
     }
 
     // As that of plain_blocks: a bit of `high` is the fifth of its element
-    static void unpack_fives(float d, uint32_t high, const char * nibbles, float * out) {
+    static void dequantise_fives(float d, uint32_t high, const char * nibbles, float * out) {
         const __m512i x      = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(nibbles)));
         const auto    values = [&](__m512i n, uint32_t fifth) {
             n = _mm512_mask_or_epi32(n, __mmask16(fifth), n, _mm512_set1_epi32(16));
@@ -168,8 +168,8 @@ struct avx512 : plain_blocks {
         store(out, values(_mm512_and_si512(x, _mm512_set1_epi32(15)), high));
         store(out + 16, values(_mm512_srli_epi32(x, 4), high >> 16));
     }
-    static void unpack(type_constant<row_type::q5_0>, const char * p, float * out) {
-        unpack_fives(half_at(p), bits(p + 2), p + 6, out);
+    static void dequantise(type_constant<row_type::q5_0>, const char * p, float * out) {
+        dequantise_fives(half_at(p), bits(p + 2), p + 6, out);
     }
 
     // out[j * out_stride + i] = in[i * in_stride + j] for 16 x 16

@@ -120,9 +120,9 @@ struct neon : plain_blocks {
         }
     }
 
-    using plain_blocks::unpack;
+    using plain_blocks::dequantise;
 
-    static void unpack(type_constant<row_type::q8_0>, const char * block, float * out) {
+    static void dequantise(type_constant<row_type::q8_0>, const char * block, float * out) {
         const int8_t * q = reinterpret_cast<const int8_t *>(block + 2);
         const V        d = set(scale_of(block));
         scaled(vld1q_s8(q), d, out);
@@ -138,10 +138,10 @@ struct neon : plain_blocks {
         scaled(vqtbl1q_s8(values, vandq_u8(q, vdupq_n_u8(15))), d, out);
         scaled(vqtbl1q_s8(values, vshrq_n_u8(q, 4)), d, out + 16);
     }
-    static void unpack(type_constant<row_type::q4_0>, const char * p, float * out) {
+    static void dequantise(type_constant<row_type::q4_0>, const char * p, float * out) {
         look_up<q4_0_values>(scale_of(p), p + 2, out);
     }
-    static void unpack(type_constant<row_type::lm4>, const char * p, float * out) {
+    static void dequantise(type_constant<row_type::lm4>, const char * p, float * out) {
         look_up<lm4_values>(scale_of(p), p + 2, out);
         look_up<lm4_values>(scale_of(p), p + 18, out + 32);
     }

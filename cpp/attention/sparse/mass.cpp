@@ -13,13 +13,13 @@ namespace mixedkv {
 namespace {
 
 // Keys of one KV head as [d_k, n]: a score is then added to channel by channel, which vectorises.
-void unpack_head(const attention_args & a, int head_kv, int64_t n, std::vector<float> & keys) {
+void dequantise_head(const attention_args & a, int head_kv, int64_t n, std::vector<float> & keys) {
     float   row[attention_max_head_size];
     int64_t column = 0;
     keys.resize(a.d_k * n);
     for (int segment = 0; segment < a.n_segments; segment++) {
         for (int64_t key = 0; key < a.segments[segment].n; key++, column++) {
-            unpack_row(a.segments[segment].k, key, head_kv, a.d_k, row);
+            dequantise_row(a.segments[segment].k, key, head_kv, a.d_k, row);
             for (int i = 0; i < a.d_k; i++) {
                 keys[i * n + column] = row[i];
             }
@@ -84,7 +84,7 @@ void attention_mass(const attention_args & a, int ith, int nth, float * mass) {
     std::vector<float> keys;
     std::vector<float> scores(count_keys(a));
     for (int head_kv = ith; head_kv < a.n_head_kv; head_kv += nth) {
-        unpack_head(a, head_kv, int64_t(scores.size()), keys);
+        dequantise_head(a, head_kv, int64_t(scores.size()), keys);
         for (int64_t query = 0; query < a.n_queries; query++) {
             for (int i = 0; i < group; i++) {
                 fill_scores(a, query, head_kv * group + i, keys, scores);

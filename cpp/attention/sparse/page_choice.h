@@ -88,7 +88,7 @@ struct page_choice {
     static void softmax_others(const attention_item & w, const item_memory & m, const strip_list & strips) {
         const attention_args & a = *w.args;
         alignas(64) float      s[decode_rows * key_block];
-        const auto             weigh = [&](const key_span & blocks) {
+        const auto             softmax_block = [&](const key_span & blocks) {
             attention_segment copied;
             const key_span    span = place_rows(w, w.head0, blocks, copied);
             base::score_rows(w, w.head0, m, span, s);
@@ -102,12 +102,12 @@ struct page_choice {
         for (int64_t i = 0; i < strips.n_others; i++) {
             part.k0 = int64_t(strips.other(i).index) * attention_strip;
             part.k1 = part.k0 + attention_strip < a.segments[0].n ? part.k0 + attention_strip : a.segments[0].n;
-            for_each_block(part, attention_strip, weigh);
+            for_each_block(part, attention_strip, softmax_block);
         }
         part.k0     = a.segments[0].n;
         part.k1     = w.k1;
         part.block1 = a.order.n_splits > 0 ? a.order.splits[a.order.n_splits] : 0;
-        for_each_block(part, base::block_keys(a), weigh);
+        for_each_block(part, base::block_keys(a), softmax_block);
     }
 
     // The variance of a row's score of a key, for what two bits of it lose, in units of the squared half step. What is
@@ -134,7 +134,7 @@ struct page_choice {
         }
     }
 
-    // As that, of a row, with what K lacks and a soft-cap, which comes before the variance
+    // As that, of a row, with the subtracted bias and a soft-cap, which comes before the variance
     static void to_capped_scores(const attention_item & w, const sketch_query & q, int row, float variance,
                                  int64_t strip, const uint16_t * steps, const float * sums, float * s) {
         const attention_args & a         = *w.args;

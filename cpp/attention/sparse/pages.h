@@ -147,7 +147,7 @@ struct page_walk {
     }
 };
 
-inline bool follow_each_other(const page_list & list) {
+inline bool is_contiguous(const page_list & list) {
     return list.key[list.n_pages - 1] - list.key[0] == (list.n_pages - 1) * attention_page;
 }
 
@@ -228,7 +228,7 @@ void for_each_page_block(const attention_item & w, int step, Block block) {
         span.ahead    = &ahead;
         span.inverse_probability =
             copy_inverse_probabilities(list, inverse_probability) ? inverse_probability : nullptr;
-        if (!follow_each_other(list)) {
+        if (!is_contiguous(list)) {
             copied.k     = copy_pages(s.k, list.head, bytes_k, list, w.panels->rows_k);
             copied.v     = copy_pages(s.v, list.head, bytes_v, list, w.panels->rows_v);
             span.segment = &copied;

@@ -60,7 +60,7 @@ struct sketcher {
             uint8_t * to = bits + head * strips * groups * 64;
             std::memset(to, 0, groups * 64);
             for (int i = 0; i < attention_strip; i++) {
-                tile<L>::unpack(k, key + i, head, d_k, row);
+                tile<L>::dequantise(k, key + i, head, d_k, row);
                 steps[head * strips * attention_strip + i] = float_to_half(sketch_row(row, d_k, to + 4 * i));
             }
         }

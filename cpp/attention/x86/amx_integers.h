@@ -57,7 +57,7 @@ struct amx_integers {
 
     // Block b of 16 keys, the group-th: [block, group] tiles of 8 times 4 elements of the keys
     template <row_type type>
-    static void open_keys(const char * p, int64_t row, int, int b, int group, float * panel) {
+    static void unpack_keys(const char * p, int64_t row, int, int b, int group, float * panel) {
         const __m512i          offset = _mm512_set1_epi8(char(integer_rows<type>::offset));
         __m512i *              to     = reinterpret_cast<__m512i *>(panel) + 8 * (4 * b + group);
         vnni::columns_of_block x;
@@ -140,7 +140,7 @@ struct amx_integers {
 
     // Block b of n keys: [block, half] tiles of 16 times four keys. Past the last of them weights are zero.
     template <row_type type>
-    static void open_values(const char * p, int64_t row, int n, int b, const key_scales &, float * panel) {
+    static void unpack_values(const char * p, int64_t row, int n, int b, const key_scales &, float * panel) {
         __m512i * to = reinterpret_cast<__m512i *>(panel) + 32 * b;
         for (int i = 0; 4 * i < n; i++) {
             vnni_bytes::four<type>(p + 4 * i * row, row, n - 4 * i, 0, to[i], to[16 + i]);

@@ -2,7 +2,7 @@
 // (high*high, low*high, high*low): the error is that of 16-bit significands, the sums are F32.
 //
 // Time at head size 128, Sapphire Rapids: 40% tile products (18 cycles each, their bound), 10% tile loads and stores of
-// sums, 30% softmax and splitting the weights, 12% unpacking K and V, 5% scanning the mask.
+// sums, 30% softmax and splitting the weights, 12% dequantising K and V, 5% scanning the mask.
 
 #pragma once
 
@@ -35,8 +35,8 @@ struct amx_prefill {
     }
 
     // a row of K or V, zeros up to a multiple of 32
-    static void unpack(const attention_rows & rows, int64_t key, int head, int n, float * out) {
-        base::unpack(rows, key, head, n, out);
+    static void dequantise(const attention_rows & rows, int64_t key, int head, int n, float * out) {
+        base::dequantise(rows, key, head, n, out);
         if ((n - 1) % 32 < 16) {
             _mm512_storeu_ps(out + round_up(n, 16), _mm512_setzero_ps());
         }
@@ -56,7 +56,7 @@ struct amx_prefill {
         }
     }
 
-    // K of 16 keys per sequence of tiles, turned so that keys are columns. Rows go through the panel of V.
+    // K of 16 keys per sequence of tiles, transposed so that keys are columns. Rows go through the panel of V.
     static void pack_keys(const attention_item & w, int head, const key_span & span, char * panel) {
         const int64_t     d = round_up(w.args->d_k, 32);
         alignas(64) float x[512];
@@ -64,7 +64,7 @@ struct amx_prefill {
         for (int j = 0; j < span.n; j += 16) {
             for (int i = 0; i < 16; i++) { // past the last key, repeat it: its scores are set to -inf later
                 const int key = j + i < span.n ? j + i : span.n - 1;
-                unpack(span.segment->k, span.first + key, head, w.args->d_k, x);
+                dequantise(span.segment->k, span.first + key, head, w.args->d_k, x);
                 pack_row(x, d, rows, i);
             }
             for (int64_t t = 0; t < 2 * steps(d); t++, panel += tile_bytes) {
@@ -86,7 +86,7 @@ struct amx_prefill {
                 for (int half = 0; half < 2; half++) {
                     const int key = j + i + 16 * half;
                     if (key < span.n) {
-                        unpack(span.segment->v, span.first + key, head, w.args->d_v, x[half]);
+                        dequantise(span.segment->v, span.first + key, head, w.args->d_v, x[half]);
                     } else {
                         std::memset(x[half], 0, d * sizeof(float));
                     }

@@ -19,7 +19,7 @@ struct avx2_bytes : avx2_keys<avx2_bytes> {
 
     // Other types of integers are longer, and no faster in bytes than in 16 bits.
     static bool fits(const attention_args & a) {
-        const auto is_taken = [](row_type type) { return type == row_type::q4_0 || !has_integers_or_opened(type); };
+        const auto is_taken = [](row_type type) { return type == row_type::q4_0 || !has_integers_or_unpacked(type); };
         bool       res      = a.rounding == 8;
         for (int i = 0; i < a.n_segments; i++) {
             res = res && is_taken(a.segments[i].k.type) && is_taken(a.segments[i].v.type);
@@ -104,7 +104,7 @@ struct avx2_bytes : avx2_keys<avx2_bytes> {
         const __m256i nibble = _mm256_set1_epi8(15);
         for (int group = 0; group < 2; group++, p += 8 * row) {
             __m256i t[4];
-            avx2_integers::turn(p, row, t);
+            avx2_integers::transpose(p, row, t);
             for (int i = 0; i < 4; i++) {
                 x[i][group]     = _mm256_and_si256(t[i], nibble);
                 x[4 + i][group] = _mm256_and_si256(_mm256_srli_epi16(t[i], 4), nibble);
@@ -114,10 +114,11 @@ struct avx2_bytes : avx2_keys<avx2_bytes> {
 
     // s[row][16 keys] += the scores of one block of elements
     template <row_type type>
-    static void score_block(const columns_of_block & x, const uint16_t * halves, const quad & q, int rows, float * s) {
+    static void score_block(const columns_of_block & x, const uint16_t * scales_f16, const quad & q, int rows,
+                            float * s) {
         alignas(32) float scales[16];
-        L::store(scales, L::load_half(halves));
-        L::store(scales + 8, L::load_half(halves + 8));
+        L::store(scales, L::load_half(scales_f16));
+        L::store(scales + 8, L::load_half(scales_f16 + 8));
         with_rows(rows, [&](auto R) { score_rows<type, R>(x, scales, q, s); });
     }
     template <row_type, int R>
@@ -233,21 +234,21 @@ struct avx2_bytes : avx2_keys<avx2_bytes> {
     static void add_block(const char * p, int64_t row, int n, const key_groups<4> & fours, const int32_t * negative,
                           prefetcher & ahead, const int32_t (*ints)[16], const float * scales, float * acc,
                           int64_t ld) {
-        alignas(32) __m256i opened[16][4];
+        alignas(32) __m256i unpacked[16][4];
         if (fours.n < 16) {
-            std::memset(opened, 0, sizeof(opened));
+            std::memset(unpacked, 0, sizeof(unpacked));
         }
         fours.for_each([&](int i) {
             ahead.step(1);
-            four(p + 4 * i * row, row, n - 4 * i, negative[i], opened[i]);
+            four(p + 4 * i * row, row, n - 4 * i, negative[i], unpacked[i]);
         });
         for (int part = 0; part < 2; part++) {
             ints8 all[R][2];
             for (int r = 0; r < R; r++) {
                 all[r][0] = all[r][1] = ints8{};
             }
-            add_keys<R>(opened[0] + 2 * part, 4, ints, 0, all);
-            add_keys<R>(opened[8] + 2 * part, 4, ints, 1, all);
+            add_keys<R>(unpacked[0] + 2 * part, 4, ints, 0, all);
+            add_keys<R>(unpacked[8] + 2 * part, 4, ints, 1, all);
             add_sums<R>(all, scales, acc + 16 * part, ld);
         }
     }
@@ -256,7 +257,7 @@ struct avx2_bytes : avx2_keys<avx2_bytes> {
 
     // Block b of n keys: [block, part, four keys] two vectors of 8 elements
     template <row_type>
-    static void open_values(const char * p, int64_t row, int n, int b, const value_scales & of, float * panel) {
+    static void unpack_values(const char * p, int64_t row, int n, int b, const value_scales & of, float * panel) {
         __m256i * to = reinterpret_cast<__m256i *>(panel) + 64 * b;
         for (int i = 0; i < key_block; i += 4, to += 2) {
             __m256i x[4] = {};

@@ -2,9 +2,9 @@
 // 32 bits; scales are applied to them in F32. AVX-VNNI multiplies and adds in one instruction what takes two without
 // it.
 //
-// Scores: 16 keys are turned so that each is a column of pairs of elements. Output: pairs of keys share a dword, as do
-// their weights times the scales of V. Nibbles of q4_0 stay unsigned: what is 8 too much is known from Q, or from the
-// weights. (Bytes, by maddubs, would take Q and the weights in two parts: as many products, and sums in 16 bits.)
+// Scores: 16 keys are transposed so that each is a column of pairs of elements. Output: pairs of keys share a dword, as
+// do their weights times the scales of V. Nibbles of q4_0 stay unsigned: what is 8 too much is known from Q, or from
+// the weights. (Bytes, by maddubs, would take Q and the weights in two parts: as many products, and sums in 16 bits.)
 
 #pragma once
 
@@ -97,7 +97,7 @@ struct avx2_integers {
     }
 
     // Bytes 4 i .. 4 i + 3 of 8 keys in t[i]
-    static void turn(const char * p, int64_t row, __m256i (&t)[4]) {
+    static void transpose(const char * p, int64_t row, __m256i (&t)[4]) {
         __m256i r[4]; // keys i, 4 + i
         for (int i = 0; i < 4; i++) {
             const char * from = p + i * row;
@@ -118,7 +118,7 @@ struct avx2_integers {
         __m256i       t[4];
         for (int group = 0; group < 2; group++, p += 8 * row) {
             for (int part = 0; part < (rows::nibbles ? 1 : 2); part++) {
-                turn(p + 16 * part, row, t);
+                transpose(p + 16 * part, row, t);
                 for (int i = 0; i < 4; i++) {
                     const int at = 2 * i + 8 * part;
                     if constexpr (unsigned_nibbles<type>()) {
@@ -146,10 +146,11 @@ struct avx2_integers {
 
     // s[row][16 keys] += the scores of one block of elements
     template <row_type type>
-    static void score_block(const columns_of_block & x, const uint16_t * halves, const quad & q, int rows, float * s) {
+    static void score_block(const columns_of_block & x, const uint16_t * scales_f16, const quad & q, int rows,
+                            float * s) {
         alignas(32) float scales[16];
-        L::store(scales, L::load_half(halves));
-        L::store(scales + 8, L::load_half(halves + 8));
+        L::store(scales, L::load_half(scales_f16));
+        L::store(scales + 8, L::load_half(scales_f16 + 8));
         with_rows(rows, [&](auto R) { score_rows<type, R>(x, scales, q, s); });
     }
     template <row_type type, int R>

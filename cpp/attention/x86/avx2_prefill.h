@@ -1,4 +1,4 @@
-// Prefill on AVX2 over rows of a scale and integers: keys are opened as decode has them, values to 16 bits.
+// Prefill on AVX2 over rows of a scale and integers: keys are unpacked as decode has them, values to 16 bits.
 
 #pragma once
 
@@ -22,7 +22,7 @@ struct avx2_keys {
 
     // [group of 16 keys, block]
     template <row_type type>
-    static void open_keys(const char * p, int64_t row, int n_blocks, int b, int group, float * panel) {
+    static void unpack_keys(const char * p, int64_t row, int n_blocks, int b, int group, float * panel) {
         auto * to = reinterpret_cast<typename Body::columns_of_block *>(panel);
         Body::template columns<type>(p, row, to[group * n_blocks + b]);
     }
@@ -60,7 +60,7 @@ struct avx2_prefill : avx2_keys<avx2_integers> {
 
     // Block b of n keys as pairs of keys: [block, pair, part] two vectors of 8 elements
     template <row_type type>
-    static void open_values(const char * p, int64_t row, int n, int b, const key_scales &, float * panel) {
+    static void unpack_values(const char * p, int64_t row, int n, int b, const key_scales &, float * panel) {
         __m256i * to = reinterpret_cast<__m256i *>(panel) + 128 * b;
         for (int i = 0; 2 * i < n; i++) {
             for (int part = 0; part < 2; part++, to += 2) {

@@ -1,12 +1,12 @@
 // Decode over rows of a scale and integers (integers.h), their integers multiplied as they are with Q and the weights
-// as integers. Body says how: a vector layer L, four rows of Q (quad, pack_block), a block of 16 keys turned to
-// columns (columns, score_block), and sums over keys (add_block). Weights are 16-bit integers, or bytes where Body has
-// in_bytes: then value_scales and round_weights are its own.
+// as integers. Body says how: a vector layer L, four rows of Q (quad, pack_block), a block of 16 keys transposed
+// to columns (columns, score_block), and sums over keys (add_block). Weights are 16-bit integers, or bytes where Body
+// has in_bytes: then value_scales and round_weights are its own.
 
 #pragma once
 
 #include "integers.h"
-#include "open_rows.h"
+#include "unpack_rows.h"
 
 namespace mixedkv {
 namespace {
@@ -43,19 +43,19 @@ struct key_groups {
 
 using key_pairs = key_groups<2>;
 
-constexpr bool has_integers_or_opened(row_type type) {
+constexpr bool has_integers_or_unpacked(row_type type) {
     return has_integers(type) || type == row_type::tc3 || type == row_type::q5_0;
 }
 
-// As with_integers, for those as well whose rows are opened first
+// As with_integers, for those as well whose rows are unpacked first
 template <class F>
-bool with_integers_or_opened(row_type type, F f) {
+bool with_integers_or_unpacked(row_type type, F f) {
     if (type == row_type::tc3) {
-        f(type_constant<opened_tc3>{});
+        f(type_constant<unpacked_tc3>{});
         return true;
     }
     if (type == row_type::q5_0) {
-        f(type_constant<opened_q5_0>{});
+        f(type_constant<unpacked_q5_0>{});
         return true;
     }
     return with_integers(type, f);
@@ -101,15 +101,16 @@ struct integer_decode {
     }
 
     // n rows of 32 n_blocks elements in type, of which the first is at p and the next `row` bytes further; what has to
-    // be opened first is then in `opened`
+    // be unpacked first is then in `unpacked`
     template <row_type type>
-    static const char * opened_rows(const char * p, int64_t & row, int n, int n_blocks, char * opened) {
-        if constexpr (opened_bytes(type) > 0) {
+    static const char * unpacked_rows(const char * p, int64_t & row, int n, int n_blocks, char * unpacked) {
+        if constexpr (unpacked_bytes(type) > 0) {
             for (int i = 0; i < n; i++) {
-                open_row(type_constant<type>{}, p + i * row, n_blocks, opened + opened_bytes(type) * n_blocks * i);
+                unpack_row(type_constant<type>{}, p + i * row, n_blocks,
+                           unpacked + unpacked_bytes(type) * n_blocks * i);
             }
-            row = opened_bytes(type) * n_blocks;
-            return opened;
+            row = unpacked_bytes(type) * n_blocks;
+            return unpacked;
         }
         return p;
     }
@@ -121,14 +122,14 @@ struct integer_decode {
         const int              n_blocks = w.args->d_k / 32;
         constexpr row_type     stored   = stored_type(type);
         char                   local[16 * max_row_bytes];
-        alignas(64) char       opened[1 + 16 * opened_bytes(type) * 256 / 32];
+        alignas(64) char       unpacked[1 + 16 * unpacked_bytes(type) * 256 / 32];
         key_scales             scales;
         columns_of_block       x;
         for (int j = 0; j < span.n; j += 16) {
             int64_t      row   = rows.row;
             const char * p     = sixteen<stored>(key_row(rows, span.first + j, head), row, span.n - j, n_blocks, local);
             int64_t      bytes = row;
-            const char * ints  = opened_rows<type>(p, bytes, 16, n_blocks, opened);
+            const char * ints  = unpacked_rows<type>(p, bytes, 16, n_blocks, unpacked);
             for (int r = 0; r < m.rows; r++) {
                 for (int i = 0; i < 16; i += L::width) {
                     L::store(s + r * key_block + j + i, L::zero());
@@ -267,9 +268,9 @@ struct integer_decode {
             constexpr row_type stored   = stored_type(type);
             int64_t            bytes    = rows.row;
             const char *       p        = key_row(rows, span.first, head) + scale_at(stored, 4 * g);
-            alignas(64) char   opened[1 + key_block * opened_bytes(type) * 4];
+            alignas(64) char   unpacked[1 + key_block * unpacked_bytes(type) * 4];
             scales.load_all<stored>(p, bytes, span.n, n_blocks);
-            const char * ints = opened_rows<type>(p, bytes, span.n, n_blocks, opened);
+            const char * ints = unpacked_rows<type>(p, bytes, span.n, n_blocks, unpacked);
             if constexpr (Body::in_bytes) {
                 const typename Body::value_scales of(scales);
                 for (int row = 0; row < m.rows; row += 4) {
@@ -296,13 +297,13 @@ struct integer_decode {
         alignas(64) float s[decode_rows * key_block];
         prefetcher        keys(w, span.segment->k, span, head, key_block);
         prefetcher        values(w, span.segment->v, span, head, key_block);
-        if (!with_integers_or_opened(span.segment->k.type, [&](auto type) {
+        if (!with_integers_or_unpacked(span.segment->k.type, [&](auto type) {
                 score_keys<decltype(type)::value>(w, head, m, span, keys, s);
             })) {
             base::score_rows(w, head, m, span, s);
         }
         base::softmax_rows(w, head, m, span, s, [] {});
-        if (!with_integers_or_opened(span.segment->v.type, [&](auto type) {
+        if (!with_integers_or_unpacked(span.segment->v.type, [&](auto type) {
                 add_values<decltype(type)::value>(w, head, m, span, values, s);
             })) {
             base::add_values(w, head, m, span, s);

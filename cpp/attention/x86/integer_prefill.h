@@ -1,11 +1,11 @@
-// Prefill over rows of a scale and integers (integers.h): a block of 64 keys is opened once for all rows of an item,
+// Prefill over rows of a scale and integers (integers.h): a block of 64 keys is unpacked once for all rows of an item,
 // then multiplied as in decode (integer_decode.h). Sums of integers are exact and scales are applied in the same order,
-// so a query has the same bits in both. Body says how: keys and values of a block opened, products of R rows with them,
-// and how weights become integers: here, kept by its keep_weights, or by its own round_weights (in_bytes).
+// so a query has the same bits in both. Body says how: keys and values of a block unpacked, products of R rows with
+// them, and how weights become integers: here, kept by its keep_weights, or by its own round_weights (in_bytes).
 //
 // Where Body pads rows, the last ones are worked on as most_rows: what the rows beyond them hold is of no use.
 //
-// Rows of other types, as F16 ones, are unpacked to F32 (tile.h).
+// Rows of other types, as F16 ones, are dequantised to F32 (tile.h).
 
 #pragma once
 
@@ -27,7 +27,7 @@ struct integer_prefill {
 
     static bool fits(const attention_args & a) {
         return rows::fits(a) && a.d_k % 32 == 0 && a.d_v % 32 == 0 &&
-               (has_integers_or_opened(a.segments[0].k.type) || has_integers_or_opened(a.segments[0].v.type));
+               (has_integers_or_unpacked(a.segments[0].k.type) || has_integers_or_unpacked(a.segments[0].v.type));
     }
 
     // What is known of a block of keys
@@ -40,12 +40,12 @@ struct integer_prefill {
     };
 
     template <row_type type>
-    static void open_keys(const attention_item & w, int head, const key_span & span, block_state & state) {
+    static void unpack_keys(const attention_item & w, int head, const key_span & span, block_state & state) {
         const attention_rows & stored_rows = span.segment->k;
         const int              n_blocks    = w.args->d_k / 32;
         constexpr row_type     stored      = stored_type(type);
         char                   local[16 * rows::max_row_bytes];
-        alignas(64) char       opened[1 + 16 * opened_bytes(type) * 256 / 32];
+        alignas(64) char       unpacked[1 + 16 * unpacked_bytes(type) * 256 / 32];
         key_scales             scales;
         prefetcher             ahead(w, stored_rows, span, head, key_block);
         for (int j = 0; j < span.n; j += 16) {
@@ -53,7 +53,7 @@ struct integer_prefill {
             const char * first = key_row(stored_rows, span.first + j, head);
             const char * p     = rows::template sixteen<stored>(first, row, span.n - j, n_blocks, local);
             int64_t      bytes = row;
-            const char * ints  = rows::template opened_rows<type>(p, bytes, 16, n_blocks, opened);
+            const char * ints  = rows::template unpacked_rows<type>(p, bytes, 16, n_blocks, unpacked);
             ahead.step(16);
             for (int b = 0; b < n_blocks; b++) {
                 for (int i = 0; b % 4 == 0 && i < 16; i += 4) {
@@ -63,13 +63,13 @@ struct integer_prefill {
                 for (int i = 0; i < 16; i += L::width) {
                     L::store(state.k[b] + j + i, L::load_half(scales.half[b % 4] + i));
                 }
-                Body::template open_keys<type>(ints + integers_at(type, b), bytes, n_blocks, b, j / 16, w.panels->k);
+                Body::template unpack_keys<type>(ints + integers_at(type, b), bytes, n_blocks, b, j / 16, w.panels->k);
             }
         }
     }
 
     template <row_type type>
-    static void open_values(const attention_item & w, int head, const key_span & span, block_state & state) {
+    static void unpack_values(const attention_item & w, int head, const key_span & span, block_state & state) {
         const attention_rows & stored_rows = span.segment->v;
         constexpr row_type     stored      = stored_type(type);
         prefetcher             ahead(w, stored_rows, span, head, key_block);
@@ -78,15 +78,15 @@ struct integer_prefill {
             const int        n_blocks = left < 4 ? left : 4;
             int64_t          bytes    = stored_rows.row;
             const char *     p        = key_row(stored_rows, span.first, head) + scale_at(stored, 4 * g);
-            alignas(64) char opened[1 + key_block * opened_bytes(type) * 4];
+            alignas(64) char unpacked[1 + key_block * unpacked_bytes(type) * 4];
             key_scales       scales;
             scales.load_all<stored>(p, bytes, span.n, n_blocks);
             state.v[g]        = value_scales(scales);
-            const char * ints = rows::template opened_rows<type>(p, bytes, span.n, n_blocks, opened);
+            const char * ints = rows::template unpacked_rows<type>(p, bytes, span.n, n_blocks, unpacked);
             for (int b = 0; b < n_blocks; b++) {
                 ahead.step(16);
-                Body::template open_values<type>(ints + integers_at(type, b), bytes, span.n, 4 * g + b, state.v[g],
-                                                 w.panels->v);
+                Body::template unpack_values<type>(ints + integers_at(type, b), bytes, span.n, 4 * g + b, state.v[g],
+                                                   w.panels->v);
             }
         }
     }
@@ -171,10 +171,10 @@ struct integer_prefill {
         }
     }
 
-    // R rows from `row` on against the opened block, or `there` of them where Body pads rows
+    // R rows from `row` on against the unpacked block, or `there` of them where Body pads rows
     template <int R>
     static void rows_of_block(const attention_item & w, int head, const item_memory & m, const key_span & span, int row,
-                              bool k_opened, bool v_opened, block_state & state, int there = R) {
+                              bool k_unpacked, bool v_unpacked, block_state & state, int there = R) {
         const int              n   = Body::pads_rows ? there : R;
         const attention_args & a   = *w.args;
         const int64_t          d   = round_up(a.d_k, 16);
@@ -183,8 +183,8 @@ struct integer_prefill {
         if (!any_visible(w, span, row, n)) {
             return;
         }
-        if (k_opened) {
-            with_integers_or_opened(span.segment->k.type, [&](auto type) {
+        if (k_unpacked) {
+            with_integers_or_unpacked(span.segment->k.type, [&](auto type) {
                 Body::template score<decltype(type)::value, R>(a, m, row, w.panels->k, state.k, s);
             });
         } else {
@@ -205,8 +205,8 @@ struct integer_prefill {
         for (int r = 0; r < n && span.n < key_block; r++) {
             std::memset(s + r * key_block + span.n, 0, (key_block - span.n) * sizeof(float));
         }
-        if (v_opened) {
-            with_integers_or_opened(span.segment->v.type, [&](auto type) {
+        if (v_unpacked) {
+            with_integers_or_unpacked(span.segment->v.type, [&](auto type) {
                 add_values<decltype(type)::value, R>(w, span, m, row, n, s, state);
             });
         } else {
@@ -220,30 +220,30 @@ struct integer_prefill {
 
     static void block(const attention_item & w, int head, const item_memory & m, const key_span & span) {
         block_state state;
-        const bool  k_opened = with_integers_or_opened(
-            span.segment->k.type, [&](auto type) { open_keys<decltype(type)::value>(w, head, span, state); });
-        if (!k_opened) {
+        const bool  k_unpacked = with_integers_or_unpacked(
+            span.segment->k.type, [&](auto type) { unpack_keys<decltype(type)::value>(w, head, span, state); });
+        if (!k_unpacked) {
             base::transpose_keys(w, head, span, key_block, w.panels->k);
         }
-        const bool v_opened = with_integers_or_opened(
-            span.segment->v.type, [&](auto type) { open_values<decltype(type)::value>(w, head, span, state); });
-        if (!v_opened) {
-            base::unpack_values(w, head, span, w.panels->v);
+        const bool v_unpacked = with_integers_or_unpacked(
+            span.segment->v.type, [&](auto type) { unpack_values<decltype(type)::value>(w, head, span, state); });
+        if (!v_unpacked) {
+            base::dequantise_values(w, head, span, w.panels->v);
         }
         int row = 0;
         for (; row + most_rows <= m.rows; row += most_rows) {
-            rows_of_block<most_rows>(w, head, m, span, row, k_opened, v_opened, state);
+            rows_of_block<most_rows>(w, head, m, span, row, k_unpacked, v_unpacked, state);
         }
         if constexpr (Body::pads_rows) {
             if (row < m.rows) {
-                rows_of_block<most_rows>(w, head, m, span, row, k_opened, v_opened, state, m.rows - row);
+                rows_of_block<most_rows>(w, head, m, span, row, k_unpacked, v_unpacked, state, m.rows - row);
             }
         } else {
             for (; row + 4 <= m.rows && most_rows > 4; row += 4) {
-                rows_of_block<4>(w, head, m, span, row, k_opened, v_opened, state);
+                rows_of_block<4>(w, head, m, span, row, k_unpacked, v_unpacked, state);
             }
             for (; row < m.rows; row++) {
-                rows_of_block<1>(w, head, m, span, row, k_opened, v_opened, state);
+                rows_of_block<1>(w, head, m, span, row, k_unpacked, v_unpacked, state);
             }
         }
     }

@@ -38,7 +38,7 @@ struct integer_rows<row_type::lm4> : lm4_values {
 
 template <>
 struct integer_rows<row_type::tc3> {
-    static constexpr bool nibbles = false; // until they are opened
+    static constexpr bool nibbles = false; // until they are unpacked
 };
 
 template <>
@@ -47,16 +47,16 @@ struct integer_rows<row_type::q5_0> {
 };
 
 template <>
-struct integer_rows<opened_q5_0> : integer_rows<row_type::q8_0> {};
+struct integer_rows<unpacked_q5_0> : integer_rows<row_type::q8_0> {};
 
 template <>
-struct integer_rows<opened_tc3> : tc3_values {
+struct integer_rows<unpacked_tc3> : tc3_values {
     static constexpr bool nibbles = true;
     static constexpr bool even    = false;
     static constexpr int  offset  = 128;
 };
 
-// Those of tc3 and q5_0 are opened first: see integer_decode.h
+// Those of tc3 and q5_0 are unpacked first: see integer_decode.h
 constexpr bool has_integers(row_type type) {
     return type == row_type::q8_0 || type == row_type::q4_0 || type == row_type::lm4;
 }

@@ -67,8 +67,9 @@ struct vnni_bytes {
 
     // s[row][16 keys] += the scores of one block of elements
     template <row_type type>
-    static void score_block(const columns_of_block & x, const uint16_t * halves, const quad & q, int rows, float * s) {
-        const __m512 scales = avx512::load_half(halves);
+    static void score_block(const columns_of_block & x, const uint16_t * scales_f16, const quad & q, int rows,
+                            float * s) {
+        const __m512 scales = avx512::load_half(scales_f16);
         ints16       sums[4];
         unrolled<4>([&](auto r) __attribute__((always_inline)) {
             sums[r] = ints16(_mm512_set1_epi32(-integer_rows<type>::offset * q.sum[r]));
@@ -206,7 +207,7 @@ struct vnni_bytes {
 
     // Block b of 16 keys, the group-th: [block, 4 elements, group] vectors of the keys
     template <row_type type>
-    static void open_keys(const char * p, int64_t row, int, int b, int group, float * panel) {
+    static void unpack_keys(const char * p, int64_t row, int, int b, int group, float * panel) {
         __m512i *        to = reinterpret_cast<__m512i *>(panel) + 32 * b + group;
         columns_of_block x;
         columns<type>(p, row, x);
@@ -261,7 +262,7 @@ struct vnni_bytes {
 
     // Block b of n keys: [block, four keys, half] vectors of 16 elements
     template <row_type type>
-    static void open_values(const char * p, int64_t row, int n, int b, const value_scales & of, float * panel) {
+    static void unpack_values(const char * p, int64_t row, int n, int b, const value_scales & of, float * panel) {
         constexpr int  per      = block_elements(type) / 32;
         const uint64_t negative = of.negative[b % 4 / per * per];
         __m512i *      to       = reinterpret_cast<__m512i *>(panel) + 32 * b;

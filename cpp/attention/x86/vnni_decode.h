@@ -1,9 +1,9 @@
 // Decode on AVX-512 VNNI over rows of a scale and integers (integers.h): their integers are multiplied as they are,
 // with Q and the weights as 16-bit integers. Sums are exact in 32 bits; scales are applied to them in F32.
 //
-// Scores: 16 keys are turned so that each is a column of dwords (4 elements). Bytes are multiplied unsigned by signed:
-// K gets an offset, whose share of the sum is known from Q alone, and Q comes in two signed bytes (high * 256 + low).
-// Output: pairs of keys share a dword, as do their weights times the scales of V, by 16-bit products.
+// Scores: 16 keys are transposed so that each is a column of dwords (4 elements). Bytes are multiplied unsigned by
+// signed: K gets an offset, whose share of the sum is known from Q alone, and Q comes in two signed bytes (high * 256 +
+// low). Output: pairs of keys share a dword, as do their weights times the scales of V, by 16-bit products.
 
 #pragma once
 
@@ -81,7 +81,7 @@ struct vnni {
     }
 
     // Bytes 4 i .. 4 i + 3 of 16 keys in t[i]
-    static void turn(const char * p, int64_t row, __m512i (&t)[4]) {
+    static void transpose(const char * p, int64_t row, __m512i (&t)[4]) {
         __m512i r[4]; // keys i, 4 + i, 8 + i, 12 + i
         for (int i = 0; i < 4; i++) {
             r[i] = load_lanes(p + i * row, 4 * row);
@@ -101,7 +101,7 @@ struct vnni {
         using rows = integer_rows<type>;
         __m512i t[4];
         for (int part = 0; part < (rows::nibbles ? 1 : 2); part++) {
-            turn(p + 16 * part, row, t);
+            transpose(p + 16 * part, row, t);
             for (int i = 0; i < 4; i++) {
                 if constexpr (rows::nibbles) {
                     const __m512i nibble = _mm512_set1_epi8(15);
@@ -121,8 +121,9 @@ struct vnni {
 
     // s[row][16 keys] += the scores of one block of elements
     template <row_type type>
-    static void score_block(const columns_of_block & x, const uint16_t * halves, const quad & q, int rows, float * s) {
-        const __m512 scales = avx512::load_half(halves);
+    static void score_block(const columns_of_block & x, const uint16_t * scales_f16, const quad & q, int rows,
+                            float * s) {
+        const __m512 scales = avx512::load_half(scales_f16);
         ints16       high[4], low[4];
         unrolled<4>([&](auto r) __attribute__((always_inline)) {
             high[r] = ints16{};

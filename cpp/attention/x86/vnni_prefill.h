@@ -1,4 +1,4 @@
-// Prefill on AVX-512 VNNI over rows of a scale and integers: keys and values are opened to 16 bits, so that one
+// Prefill on AVX-512 VNNI over rows of a scale and integers: keys and values are unpacked to 16 bits, so that one
 // instruction multiplies two elements of 16 keys, or two keys of 16 elements.
 
 #pragma once
@@ -49,7 +49,7 @@ struct vnni_prefill {
 
     // Block b of 16 keys, the group-th, as pairs of elements: [block, pair, group] vectors of the keys
     template <row_type type>
-    static void open_keys(const char * p, int64_t row, int, int b, int group, float * panel) {
+    static void unpack_keys(const char * p, int64_t row, int, int b, int group, float * panel) {
         const __m512i first  = _mm512_set1_epi32(0x80018000); // bytes 0 and 1 of a dword as 16-bit integers
         const __m512i second = _mm512_set1_epi32(0x80038002);
         const __m512i places = _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x04040404, 0x08080808, 0x0c0c0c0c));
@@ -115,7 +115,7 @@ struct vnni_prefill {
 
     // Block b of n keys as pairs of keys: [block, pair, half] vectors of 16 elements
     template <row_type type>
-    static void open_values(const char * p, int64_t row, int n, int b, const key_scales &, float * panel) {
+    static void unpack_values(const char * p, int64_t row, int n, int b, const key_scales &, float * panel) {
         __m512i * to = reinterpret_cast<__m512i *>(panel) + 64 * b;
         for (int i = 0; 2 * i < n; i++, to += 2) {
             __m512i first, second;

@@ -42,7 +42,7 @@ std::vector<llama_kv_row> llama_kv_rows_find(
 int64_t llama_kv_rows_cell(const llama_kv_cells & cells, llama_seq_id seq_id, const mixedkv_row_group & group, uint32_t i);
 
 // these rows in F32 [n_rows, n_head_kv, n_embd_head]; false: the layer stores no values (MLA)
-//   unrotate: in the model's basis, without the Hadamard rotation and the scales of a quantised cache, and with the biases that cold rows lack
+//   unrotate: in the model's basis, without the Hadamard rotation and the scales of a quantised cache, and with the subtracted bias of cold rows added
 bool llama_kv_rows_read(
         const llama_context & ctx, const llama_kv_cache & kv, int32_t il, llama_seq_id seq_id, bool is_k,
         const std::vector<llama_kv_row> & rows, bool unrotate, float * data);

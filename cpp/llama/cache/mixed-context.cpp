@@ -82,7 +82,7 @@ uint32_t llama_kv_cache_mixed_context::get_n_mask(const llama_ubatch & ubatch, c
     return kv_mixed->pads_mask() ? GGML_PAD(n, llama_kv_cache_mixed::n_pad_view) : n;
 }
 
-// cosines and sines of the biases that K lacks, for layers that are not fused
+// cosines and sines of the subtracted bias of K, for layers that are not fused
 class llm_graph_input_rope_angles : public llm_graph_input_i {
 public:
     llm_graph_input_rope_angles(llama_kv_cache_mixed * kv, ggml_tensor * cur, ggml_tensor * cells) : kv(kv), cur(cur), cells(cells) {}
@@ -354,7 +354,7 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
     set_device(node, il);
     node.is_latent     = kv_mixed->is_latent(il);
     node.is_deep       = uint32_t(il) >= hparams.n_layer()/2;
-    node.most_splits   = (kv_mixed->get_all_pages().empty() ? kv_mixed->get_cold_pieces().most : 0) + (kv_mixed->get_hot().has_rows() ? kv_mixed->get_hot_pieces(q->ne[2]).most : 0);
+    node.most_splits   = (kv_mixed->get_all_pages().empty() ? kv_mixed->get_cold_splits().most : 0) + (kv_mixed->get_hot().has_rows() ? kv_mixed->get_hot_splits(q->ne[2]).most : 0);
     node.writes_ring   = kv_mixed->get_hot().has_rows() && kv_mixed->is_last_reader(il);
     node.scale         = kq_scale;
     node.max_bias      = hparams.f_max_alibi_bias;

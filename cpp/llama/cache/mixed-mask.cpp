@@ -152,7 +152,7 @@ void llama_kv_cache_mixed_context::order_keys(const ggml_tensor * mask, const ll
         order.begin(is_plain ? n_kv : 0, { int32_t(n_kv), int32_t(n_kv + n_ring) }, readers.of_token);
         if (!is_plain) {
             add_cold(order, readers, cells, n_kv, kv_mixed->get_first_read(readers.first_pos));
-            order.arrange(kv_mixed->get_cold_pieces());
+            order.arrange(kv_mixed->get_cold_splits());
         }
         if (has_hot) {
             const auto & owners = step->hot.owners[s];
@@ -168,7 +168,7 @@ void llama_kv_cache_mixed_context::order_keys(const ggml_tensor * mask, const ll
             for (int64_t jj = 0; jj < n_tps; ++jj) {
                 add(sinfo.idxs[s][jj], ubatch.pos[s*n_tps + jj], n_ring + jj);
             }
-            order.arrange(kv_mixed->get_hot_pieces(n_tps));
+            order.arrange(kv_mixed->get_hot_splits(n_tps));
         }
         order.look((const uint16_t *) mask->data + s*n_tps*mask->ne[0], mask->ne[0]);
     }

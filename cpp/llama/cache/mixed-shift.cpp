@@ -1,4 +1,4 @@
-// Context shift: keys of both stores are turned by RoPE to their new positions, see docs/decisions/003.
+// Context shift: keys of both stores are rotated by RoPE to their new positions, see docs/decisions/003.
 
 #include "cache/mixed.h"
 
@@ -79,7 +79,7 @@ bool llama_kv_cache_mixed::has_moved() {
     return false;
 }
 
-// upstream's shift multiplies K by the factor that YaRN and LongRoPE have besides the turn, although K has it already; with
+// upstream's shift multiplies K by the factor that YaRN and LongRoPE have besides the rotation, although K has it already; with
 // biases that are not stored hot and cold rows would differ by it
 static llama_cparams without_factor(const llama_cparams & cparams, float freq_scale) {
     llama_cparams res = cparams;
@@ -121,7 +121,7 @@ std::unique_ptr<llama_kv_cache_mixed::shift_input> llama_kv_cache_mixed::find_mo
     return res;
 }
 
-// whole heads, unlike upstream: the Hadamard rotation of a quantised cache mixes all of a head, RoPE may turn a part of it
+// whole heads, unlike upstream: the Hadamard rotation of a quantised cache mixes all of a head, RoPE may rotate a part of it
 void llama_kv_cache_mixed::build_shift(const shift_graph & graph, ggml_tensor * rows, const moved_rows & moved, uint32_t il) const {
     if (moved.at.empty()) {
         return;
@@ -132,7 +132,7 @@ void llama_kv_cache_mixed::build_shift(const shift_graph & graph, ggml_tensor * 
     const int64_t n_embd_head = hparams.n_embd_head_k(il);
     const int64_t n_head_kv   = hparams.n_head_kv(il);
     const int64_t n_rot       = hparams.n_rot(il);
-    const int64_t n_nope      = hparams.n_lora_kv > 0 ? n_embd_head - n_rot : 0; // such heads end with what RoPE turns
+    const int64_t n_nope      = hparams.n_lora_kv > 0 ? n_embd_head - n_rot : 0; // such heads end with what RoPE rotates
     const float   freq_scale  = model.get_rope_freq_scale(graph.cparams, il);
 
     ggml_tensor * all = ggml_view_2d(ctx, rows, rows->ne[0], rows->ne[1]*rows->ne[2], rows->nb[1], 0);
@@ -142,9 +142,9 @@ void llama_kv_cache_mixed::build_shift(const shift_graph & graph, ggml_tensor * 
     cur = llama_mul_mat_hadamard(ctx, ggml_reshape_3d(ctx, cur, n_embd_head, n_head_kv, cur->ne[1]), graph.rot);
 
     // in place
-    ggml_tensor * turned = ggml_view_3d(ctx, cur, n_rot, n_head_kv, cur->ne[2], cur->nb[1], cur->nb[2], n_nope*cur->nb[0]);
+    ggml_tensor * rotated = ggml_view_3d(ctx, cur, n_rot, n_head_kv, cur->ne[2], cur->nb[1], cur->nb[2], n_nope*cur->nb[0]);
 
-    ggml_build_forward_expand(graph.gf, build_rope_shift(without_factor(graph.cparams, freq_scale), ctx, turned, moved.t_by, nullptr,
+    ggml_build_forward_expand(graph.gf, build_rope_shift(without_factor(graph.cparams, freq_scale), ctx, rotated, moved.t_by, nullptr,
             model.get_rope_factors(graph.cparams, il), model.get_rope_freq_base(graph.cparams, il), freq_scale, il));
 
     cur = llama_mul_mat_hadamard(ctx, cur, graph.rot);

@@ -397,8 +397,8 @@ llama_kv_node & llama_kv_cache_mixed::get_node(int32_t il) {
     return nodes.try_emplace(il, llama_kv_node{ scratch }).first->second;
 }
 
-llama_kv_key_order::pieces llama_kv_cache_mixed::get_cold_pieces() const {
-    return llama_kv_key_order::cold_pieces(n_stream == 1 ? n_seq_max : 1, get_size(), n_swa);
+llama_kv_key_order::split_rule llama_kv_cache_mixed::get_cold_splits() const {
+    return llama_kv_key_order::cold_splits(n_stream == 1 ? n_seq_max : 1, get_size(), n_swa);
 }
 
 llama_pos llama_kv_cache_mixed::get_first_read(llama_pos pos) const {
@@ -407,11 +407,11 @@ llama_pos llama_kv_cache_mixed::get_first_read(llama_pos pos) const {
     return n_swa > 0 ? std::max<llama_pos>(0, pos + 1 - (llama_pos) n_swa)/block*block : 0;
 }
 
-llama_kv_key_order::pieces llama_kv_cache_mixed::get_hot_pieces(uint32_t n_tokens) const {
+llama_kv_key_order::split_rule llama_kv_cache_mixed::get_hot_splits(uint32_t n_tokens) const {
     // a few sequences with long windows would leave threads without work
     const bool long_windows = hot.get_n_rows() > 1024 && hot.get_slots().get_n_seq() <= 4;
 
-    return llama_kv_key_order::hot_pieces(hot.get_slots().get_n_seq(), hot.get_n_rows() + n_tokens, long_windows);
+    return llama_kv_key_order::hot_splits(hot.get_slots().get_n_seq(), hot.get_n_rows() + n_tokens, long_windows);
 }
 
 void llama_kv_cache_mixed::set_runs(const llama_ubatch & ubatch, uint32_t n_stream) {

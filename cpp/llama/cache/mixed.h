@@ -28,7 +28,7 @@
 // - A sequence operation is the base's first: hot rows look at cells as they are after it.
 // - A cell is in one state for all layers: it has hot rows in all of them, or in none.
 // - A ubatch whose graph has not ended well leaves cells, hot rows and pages as they were: begin_step, roll_back.
-// - Keys of the cold store and of hot rows are in the same basis, but for the biases that cold rows lack (llama_kv_rope_angles).
+// - Keys of the cold store and of hot rows are in the same basis, but for the bias subtracted from cold rows (llama_kv_rope_angles).
 // - What graphs point to (nodes, scratch, tensors) lives as long as the cache; only make_room() makes other tensors.
 class llama_kv_cache_mixed : public llama_kv_cache {
 public:
@@ -71,7 +71,7 @@ public:
     // places tokens on trial: what cells lose comes back
     slot_info_vec_t prepare(const std::vector<llama_ubatch> & ubatches) override;
 
-    // turns whole heads: upstream's cannot where RoPE turns a part of quantised ones
+    // rotates whole heads: upstream's cannot where RoPE rotates a part of quantised ones
     ggml_cgraph * build_graph_shift(llm_graph_result * res, llama_context * lctx) const override;
     bool          get_can_shift() const override;
 
@@ -123,7 +123,7 @@ public:
     // the device of this layer's rows
     ggml_backend_dev_t get_device(int32_t il) const;
 
-    // which makes F16 rows as it gathers them: the merged view takes one pass over the cold rows, unless K lacks biases
+    // which makes F16 rows as it gathers them: the merged view takes one pass over the cold rows, unless a bias is subtracted from K
     bool gathers_k(int32_t il) const { return gathers_v(il) && !get_pairs(il); }
     bool gathers_v(int32_t il) const { return is_gathered[map_layer_ids.at(il)]; }
 
@@ -151,7 +151,7 @@ public:
     int32_t get_layer_id(int32_t il) const;
     bool    is_last_reader(int32_t il) const;
 
-    // whether a row lies at another position than K was turned to; if what did has gone, forget about it
+    // whether a row lies at another position than K was rotated to; if what did has gone, forget about it
     bool has_moved();
 
     // what the nodes of layer il need when they run; lives as long as the cache
@@ -167,14 +167,14 @@ public:
     // tells them apart, 0: there are none
     uint32_t get_scales_id(int32_t il) const { return get_scales(il) ? get_scales(il)->id : 0; }
 
-    // what cold rows of K of the layer lack, nullptr: nothing
+    // the subtracted bias of cold rows of K of the layer, nullptr: nothing
     const std::vector<mixedkv::attention_pair> * get_pairs(int32_t il) const;
 
     // cells of these streams have got positions
     void update_angles(const slot_info & sinfo);
 
-    // where graphs add that by themselves: cosines and sines [n_angles, n_tokens] and [n_angles, n_kv, n_stream], and what
-    //   rows [n_embd_head, n_head_kv, ...] with such angles lack, nullptr: nothing
+    // where graphs add that by themselves: cosines and sines [n_angles, n_tokens] and [n_angles, n_kv, n_stream], and the
+    //   subtracted bias of rows [n_embd_head, n_head_kv, ...] with such angles, nullptr: nothing
     uint32_t get_n_angles() const { return is_fused() ? 0 : angles.n_angles(); }
     void set_input_angles(ggml_tensor * cur, ggml_tensor * cells, const llama_ubatch & ubatch);
     ggml_tensor * build_subtracted_bias(ggml_context * ctx, ggml_tensor * angles, int32_t il) const;
@@ -192,8 +192,8 @@ public:
     void set_mass(llama_kv_mass * mass) { scratch.mass = mass; }
 
     // the order in which nodes on the CPU read the keys of a step of n_tokens
-    llama_kv_key_order::pieces get_cold_pieces() const;
-    llama_kv_key_order::pieces get_hot_pieces(uint32_t n_tokens) const;
+    llama_kv_key_order::split_rule get_cold_splits() const;
+    llama_kv_key_order::split_rule get_hot_splits(uint32_t n_tokens) const;
     std::vector<llama_kv_key_order> & get_orders() { return scratch.orders; }
 
     // of a block of that order: the first position that queries from pos on see
@@ -245,7 +245,7 @@ private:
     // of several sequences in one stream; sliding windows take over cells, which upstream chooses
     llama_kv_placement placement;
 
-    // a graph that turns keys to their new positions, and what it adds for the rows of one layer
+    // a graph that rotates keys to their new positions, and what it adds for the rows of one layer
     struct moved_rows;
     struct shift_graph;
     class  shift_input;

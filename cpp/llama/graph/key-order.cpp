@@ -6,36 +6,36 @@
 static constexpr int     N_PLACES     = mixedkv::attention_block::places;
 static constexpr int64_t SPLIT_PLACES = 256; // a split that has these is not given another sequence
 static constexpr int64_t N_SPLITS     = 16;  // where no sequence is cut
-static constexpr int32_t LONG_PIECE   = 512; // positions of a long window
-static constexpr int32_t SHORT_PIECE  = 256;
-static constexpr int32_t FIRST_PIECES = 16;  // before they grow
+static constexpr int32_t LONG_SPLIT   = 512; // positions of a long window
+static constexpr int32_t SHORT_SPLIT  = 256;
+static constexpr int32_t FIRST_SPLITS = 16;  // before they grow
 
 // 256, 512 and so on, so that each time the keys double there are 8 more
-static int32_t growing_piece(int32_t pos) {
+static int32_t growing_split(int32_t pos) {
     int32_t res   = 0;
     int32_t shift = 8;
-    for (; pos >= FIRST_PIECES << shift; ++shift) {
-        res += FIRST_PIECES/2;
+    for (; pos >= FIRST_SPLITS << shift; ++shift) {
+        res += FIRST_SPLITS/2;
     }
     return res + (pos >> shift);
 }
 
-llama_kv_key_order::pieces llama_kv_key_order::cold_pieces(int64_t n_seq, int64_t n_cells, int64_t n_swa) {
+llama_kv_key_order::split_rule llama_kv_key_order::cold_splits(int64_t n_seq, int64_t n_cells, int64_t n_swa) {
     if (n_swa <= 0) {
-        return { growing_piece, growing_piece(std::max<int64_t>(n_cells, 1) - 1) + 3 };
+        return { growing_split, growing_split(std::max<int64_t>(n_cells, 1) - 1) + 3 };
     }
     // a query sees as many of them, and each number once
-    const int32_t n = (n_swa + SHORT_PIECE - 1)/SHORT_PIECE + 1;
+    const int32_t n = (n_swa + SHORT_SPLIT - 1)/SHORT_SPLIT + 1;
 
-    return { [n](int32_t pos) { return pos/SHORT_PIECE % n; }, n + std::min(N_SPLITS, n_seq - 1) };
+    return { [n](int32_t pos) { return pos/SHORT_SPLIT % n; }, n + std::min(N_SPLITS, n_seq - 1) };
 }
 
-llama_kv_key_order::pieces llama_kv_key_order::hot_pieces(int64_t n_seq, int64_t n_keys, bool long_windows) {
+llama_kv_key_order::split_rule llama_kv_key_order::hot_splits(int64_t n_seq, int64_t n_keys, bool long_windows) {
     const int64_t n = std::min(N_SPLITS + 1, n_seq);
     if (!long_windows) {
         return { [](int32_t) { return 0; }, n };
     }
-    return { [](int32_t pos) { return pos/LONG_PIECE; }, n + n_keys/LONG_PIECE + 3*n_seq };
+    return { [](int32_t pos) { return pos/LONG_SPLIT; }, n + n_keys/LONG_SPLIT + 3*n_seq };
 }
 
 void llama_kv_key_order::begin(int64_t n_plain, std::vector<int32_t> borders, std::vector<int32_t> query_readers) {
@@ -121,7 +121,7 @@ bool llama_kv_key_order::is_same(const entry & a, const entry & b) const {
         (x.list < 0 || std::equal(&lists[x.list*N_PLACES], &lists[x.list*N_PLACES] + N_PLACES, &lists[y.list*N_PLACES]));
 }
 
-// entries of a piece whose keys are the same become one
+// entries of a split whose keys are the same become one
 void llama_kv_key_order::unite(size_t first, size_t end) {
     std::stable_sort(entries.begin() + first, entries.begin() + end, [](const entry & a, const entry & b) {
         return a.index < b.index;
@@ -148,8 +148,8 @@ int32_t llama_kv_key_order::find_set(const entry & of) {
     return at + 1;
 }
 
-// A split may end between sequences, unless some of them share blocks: a query's keys in a piece are in one split.
-void llama_kv_key_order::close_piece(size_t first, size_t end, int64_t enough, int64_t & cuts_left) {
+// A split may be cut between sequences, unless some of them share blocks: a query's keys stay together.
+void llama_kv_key_order::close_split(size_t first, size_t end, int64_t enough, int64_t & cuts_left) {
     const auto count  = [](const entry & cur) { return cur.readers.count(); };
     const bool may_cut = std::all_of(entries.begin() + first, entries.begin() + end, [&](const entry & cur) { return count(cur) == 1; });
 
@@ -176,7 +176,7 @@ void llama_kv_key_order::close_piece(size_t first, size_t end, int64_t enough, i
     }
 }
 
-void llama_kv_key_order::arrange(const pieces & by) {
+void llama_kv_key_order::arrange(const split_rule & by) {
     entries.clear();
     for (size_t reader = 0; reader < runs.size(); ++reader) {
         make_blocks(reader);
@@ -187,19 +187,19 @@ void llama_kv_key_order::arrange(const pieces & by) {
 
     int64_t n_places = 0;
     for (auto & cur : entries) {
-        cur.piece = by.find(cur.index*N_PLACES);
+        cur.split = by.find(cur.index*N_PLACES);
         n_places += cur.block.n;
     }
-    std::stable_sort(entries.begin(), entries.end(), [](const entry & a, const entry & b) { return a.piece < b.piece; });
+    std::stable_sort(entries.begin(), entries.end(), [](const entry & a, const entry & b) { return a.split < b.split; });
 
-    int64_t n_pieces = 1;
+    int64_t n_by_position = 1;
     for (size_t i = 1; i < entries.size(); ++i) {
-        n_pieces += entries[i].piece != entries[i - 1].piece;
+        n_by_position += entries[i].split != entries[i - 1].split;
     }
-    int64_t cuts_left = std::max<int64_t>(0, by.most - n_pieces);
+    int64_t cuts_left = std::max<int64_t>(0, by.most - n_by_position);
 
     for (size_t first = 0, end, i = 0; first < entries.size(); first = end, ++i) {
-        for (end = first + 1; end < entries.size() && entries[end].piece == entries[first].piece; ++end) {
+        for (end = first + 1; end < entries.size() && entries[end].split == entries[first].split; ++end) {
         }
         if (std::any_of(entries.begin() + first, entries.begin() + end, [](const entry & cur) { return cur.is_shared; })) {
             unite(first, end);
@@ -207,7 +207,7 @@ void llama_kv_key_order::arrange(const pieces & by) {
         if (i > 0 && (int64_t) i < by.most) {
             splits.push_back(blocks.size());
         }
-        close_piece(first, end, std::max(SPLIT_PLACES, n_places/N_SPLITS), cuts_left);
+        close_split(first, end, std::max(SPLIT_PLACES, n_places/N_SPLITS), cuts_left);
     }
     splits.push_back(blocks.size());
 }

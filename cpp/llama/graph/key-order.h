@@ -26,19 +26,19 @@ public:
         bool    is_shared; // another reader sees them too
     };
 
-    // What is summed up by itself before it is added to the rest, so that threads can share a query's keys
-    struct pieces {
-        std::function<int32_t(int32_t pos)> find; // a query's sum is made of its pieces in this order
+    // How positions are cut into KV splits, which are summed up by themselves, so that threads can share a query's keys
+    struct split_rule {
+        std::function<int32_t(int32_t pos)> find; // a query's sum is made of its splits in this order
 
         int64_t most = 1; // that there may be. Where that is too few, bits depend on more than positions
     };
 
-    // of cold rows: 16 pieces of 256 positions, then 8 times 512, 8 times 1,024 and so on; where windows of n_swa slide, 256 each
-    static pieces cold_pieces(int64_t n_seq, int64_t n_cells, int64_t n_swa);
+    // of cold rows: 16 splits of 256 positions, then 8 times 512, 8 times 1,024 and so on; where windows of n_swa slide, 256 each
+    static split_rule cold_splits(int64_t n_seq, int64_t n_cells, int64_t n_swa);
 
     // of n_keys F16 rows of n_seq sequences, those of the ubatch included. Windows are long where rows of one sequence shall be
     // worked on by several threads. It is a setting of a cache, not of a step.
-    static pieces hot_pieces(int64_t n_seq, int64_t n_keys, bool long_windows);
+    static split_rule hot_splits(int64_t n_seq, int64_t n_keys, bool long_windows);
 
     // A step: columns before all others that are read as they lie, those at which rows of another kind begin, and whose sequence
     // each query reads, counted from 0
@@ -48,7 +48,7 @@ public:
 
     // Puts what was added since the last call in order, behind what was before. Rows of cold keys and of others are put in order
     // one after the other.
-    void arrange(const pieces & by);
+    void arrange(const split_rule & by);
 
     // After the last of them: copies what queries see of keys whose rows do not lie side by side. mask: F16 [n_queries, row]
     void look(const uint16_t * mask, int64_t row);
@@ -57,7 +57,7 @@ public:
 
 private:
     struct entry {
-        int32_t piece;
+        int32_t split;
         int32_t reader; // the first of them
         int32_t index;  // of the block among those of its sequence
         int32_t first;  // place, a multiple of 16
@@ -86,6 +86,6 @@ private:
     void put(entry & to, int32_t place, const run & keys);
     bool is_same(const entry & a, const entry & b) const;
     void unite(size_t first, size_t end);
-    void close_piece(size_t first, size_t end, int64_t enough, int64_t & cuts_left);
+    void close_split(size_t first, size_t end, int64_t enough, int64_t & cuts_left);
     int32_t find_set(const entry & of);
 };

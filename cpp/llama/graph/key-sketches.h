@@ -39,13 +39,13 @@ public:
     // nullptr: all of its keys are read
     llama_kv_layer_sketch * get(size_t ikv) { return empty() ? nullptr : layers[ikv].get(); }
 
-    // the row is written or turned
+    // the row is written or rotated
     void touch(uint32_t strm, uint32_t cell);
 
     // so is every row of the stream
     void touch_stream(uint32_t strm);
 
-    // so is every row that lies at another position than its key was turned to
+    // so is every row that lies at another position than its key was rotated to
     void touch_moved(const std::vector<llama_kv_cells> & cells);
 
     // rows of a ubatch are about to be written: says which other strips are to be sketched before its queries choose

@@ -247,7 +247,7 @@ static attention_args cut(const attention_args & whole, int64_t first, int64_t n
 }
 
 // One token each of many answers beside a slice of a prompt: together all of them would be worked on as the prompt is,
-// which unpacks every key of every answer for a row or two. So runs of few rows are gathered to calls of few rows, and
+// which dequantises every key of every answer for a row or two. So runs of few rows are gathered to calls of few rows, and
 // what lies between them to others.
 static void cut(const attention_args & whole, const std::vector<int64_t> & runs, std::vector<attention_args> & res) {
     const int64_t most = mixedkv::attention_decode_rows/(whole.n_head/whole.n_head_kv);

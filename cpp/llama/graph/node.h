@@ -76,7 +76,7 @@ struct llama_kv_node {
     // K is stored times scales->k, Q comes divided by it; nullptr: the graph has done it, or nobody does
     const llama_kv_scales * scales = nullptr;
 
-    // what cold rows of K lack, with the RoPE angles of the cells of all streams; nullptr: nothing
+    // the subtracted bias of cold rows of K, with the RoPE angles of the cells of all streams; nullptr: nothing
     const std::vector<mixedkv::attention_pair> * pairs = nullptr;
 
     // what is known of the layer's keys, nullptr: they are all read

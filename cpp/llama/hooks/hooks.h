@@ -28,7 +28,7 @@ void llama_kv_mixed_check(llama_memory_i * memory, const llama_model & model);
 // llama_context: graph nodes to reserve on top of upstream's
 uint32_t llama_kv_mixed_nodes(llama_memory_i * memory);
 
-// llama_context: keys are still to be turned, since turning them failed
+// llama_context: keys are still to be rotated, since rotating them failed
 bool llama_kv_mixed_has_shift(llama_memory_i * memory);
 
 // llama_kv_cache: the type of K or V of a layer, where its context was asked for `type`

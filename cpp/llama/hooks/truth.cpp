@@ -87,7 +87,7 @@ uint64_t llama_kv_truth::get_past(llama_memory_i * memory, llama_seq_id seq_id, 
     return past_of(*llama_kv_mixed_caches(memory)[0], seq_id, p0);
 }
 
-void llama_kv_truth::say(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, uint64_t past, const llama_token * tokens,
+void llama_kv_truth::record(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, uint64_t past, const llama_token * tokens,
                          uint32_t n, mixedkv_truth truth, uint32_t setting) {
     if (get_past(memory, seq_id, p0) != past) {
         truth = std::max(truth, MIXEDKV_APPROXIMATE);
@@ -115,7 +115,7 @@ uint32_t llama_kv_truth::get_setting(llama_memory_i * memory, llama_seq_id seq_i
     return res;
 }
 
-void llama_kv_truth::follow(llama_memory_i * memory, const llama_kv_cache & kv, llama_seq_id seq_id) {
+void llama_kv_truth::copy_from_full_layers(llama_memory_i * memory, const llama_kv_cache & kv, llama_seq_id seq_id) {
     const auto &   full = *llama_kv_mixed_caches(memory)[0];
     const auto &   from = full.get_cells(seq_id).seq_pos_get(seq_id);
     const uint32_t strm = full.get_stream(seq_id);
@@ -196,7 +196,7 @@ llama_pos llama_kv_truth::count_computed(
     return res;
 }
 
-std::vector<mixedkv_truth> llama_kv_truth::ask(
+std::vector<mixedkv_truth> llama_kv_truth::query(
         llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, const llama_token * tokens, uint32_t n) {
     const auto caches = llama_kv_mixed_caches(memory);
 

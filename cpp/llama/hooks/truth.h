@@ -8,7 +8,7 @@
 // stores.
 //
 // Who calls it: llama_step, which lets no token be better than the worst that it attends to; llama_kv_cache::update, where it
-// copies streams and turns keys; blocks of rows that come in; the C API.
+// copies streams and rotates keys; blocks of rows that come in; the C API.
 
 #include "mixedkv/mixedkv.h"
 
@@ -51,7 +51,7 @@ public:
 
     // rows at [p0, p0 + n) are this, of these tokens, and were computed under such a setting behind such a past: approximate
     // behind another
-    void say(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, uint64_t past, const llama_token * tokens, uint32_t n,
+    void record(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, uint64_t past, const llama_token * tokens, uint32_t n,
              mixedkv_truth truth, uint32_t setting);
 
     // of the rows of a sequence before p0; 0: there are none
@@ -63,7 +63,7 @@ public:
     static uint64_t extend_past(uint64_t past, llama_token token);
 
     // rows of a sequence in a cache are what those of the same tokens are in layers that keep all
-    void follow(llama_memory_i * memory, const llama_kv_cache & kv, llama_seq_id seq_id);
+    void copy_from_full_layers(llama_memory_i * memory, const llama_kv_cache & kv, llama_seq_id seq_id);
 
     // a sequence was read from a state, -1: all were; partial: sliding windows alone
     void forget(llama_seq_id seq_id, bool partial);
@@ -78,7 +78,7 @@ public:
     llama_pos count_computed(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, const llama_token * tokens, uint32_t n);
 
     // what the rows of a sequence at [p0, p0 + n) are, the worst of all caches; of other tokens, or none: doubted
-    std::vector<mixedkv_truth> ask(
+    std::vector<mixedkv_truth> query(
         llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, const llama_token * tokens, uint32_t n);
 
     // Before a micro-batch is placed: empty, or which row a sliding window has let go of that its tokens read. Also notes which

@@ -30,7 +30,7 @@ ggml_from_float_t llama_kv_row_writer(ggml_type type);
 ggml_from_float_t llama_kv_row_writer_of_least_error(ggml_type type);
 
 // a row of the cache: its type, the edge of the Hadamard blocks that it is rotated by, 0: none, what it was multiplied by
-// before that, nullptr: nothing, and whether the biases that cold rows lack were taken from it first of all
+// before that, nullptr: nothing, and whether the subtracted bias of cold rows was taken from it first of all
 struct llama_kv_row_format {
     ggml_type type;
     uint32_t  rotation;
@@ -47,7 +47,7 @@ struct llama_kv_row_format {
     }
 };
 
-// whose RoPE turns the biases
+// whose RoPE rotates the biases
 struct llama_kv_row_layer {
     const llama_model &   model;
     const llama_cparams & cparams;
@@ -76,6 +76,6 @@ private:
     int64_t             n_embd_head;
     std::vector<float>  row;
 
-    std::optional<llama_kv_rope> src_rope; // of biases that rows lack
+    std::optional<llama_kv_rope> src_rope; // of the bias that is subtracted from rows
     std::optional<llama_kv_rope> dst_rope;
 };

@@ -150,7 +150,7 @@ static void apply_norm(std::vector<double> & ms, const ggml_tensor * norm) {
 // scales
 //
 
-// the element that RoPE turns together with element i of a head, or i
+// the element that RoPE rotates together with element i of a head, or i
 static int64_t get_partner(const llama_hparams & hparams, uint32_t il, int64_t i) {
     const int64_t n_rot = hparams.rope_type != LLAMA_ROPE_TYPE_NONE && hparams.has_rope(il) ? hparams.n_rot(il) : 0;
 

@@ -15,8 +15,8 @@ struct llama_kv_scales {
     std::vector<float> k; // [n_embd_head_k*n_head_kv], empty: keys are stored as they are
     std::vector<float> q; // 1/k
 
-    // what cold rows lack: the bias of pairs of elements that it dwarfs the rest of, as RoPE turns it
-    std::vector<int32_t> pairs; // [n_pairs, 2], elements of a head; twice the same: RoPE does not turn it
+    // subtracted from cold rows: the bias of pairs of elements that it dwarfs the rest of, as RoPE rotates it
+    std::vector<int32_t> pairs; // [n_pairs, 2], elements of a head; twice the same: RoPE does not rotate it
     std::vector<float>   bias;  // [n_pairs, n_head_kv, 2]
 
     uint32_t id = 0; // tells all of this apart, 0: none

@@ -34,7 +34,7 @@ std::vector<float> llama_kv_rope::compute(llama_pos first) const {
     const auto & hparams = model.hparams;
 
     const int64_t n_rot = hparams.has_rope(il) ? hparams.n_rot(il) : 0;
-    const auto    turns = [&](size_t i) { return pairs[i] != pairs[i + 1]; };
+    const auto    is_rotated = [&](size_t i) { return pairs[i] != pairs[i + 1]; };
 
     std::vector<float> res(N_CHUNK*pairs.size());
     for (size_t i = 0; i < res.size(); i += 2) {
@@ -69,7 +69,7 @@ std::vector<float> llama_kv_rope::compute(llama_pos first) const {
     for (int64_t i = 0; i < N_CHUNK; ++i) {
         p[i] = first + i;
         for (size_t j = 0; j < pairs.size(); j += 2) {
-            if (turns(j)) {
+            if (is_rotated(j)) {
                 x[i*n_rot + pairs[j]] = 1.0f;
             }
         }
@@ -89,7 +89,7 @@ std::vector<float> llama_kv_rope::compute(llama_pos first) const {
 
     for (int64_t i = 0; i < N_CHUNK; ++i) {
         for (size_t j = 0; j < pairs.size(); j += 2) {
-            if (turns(j)) {
+            if (is_rotated(j)) {
                 res[i*pairs.size() + j]     = x[i*n_rot + pairs[j]];
                 res[i*pairs.size() + j + 1] = x[i*n_rot + pairs[j + 1]];
             }

@@ -1,6 +1,6 @@
 #pragma once
 
-// What cold rows of K lack, the bias of a few pairs of elements, turns with the position as RoPE turns it. Here are the
+// The bias that is subtracted from cold rows of K, of a few pairs of elements, is rotated by RoPE like K. Here are the
 // cosines and sines: see docs/decisions/017.
 
 #include "attention/attention.h"
@@ -35,7 +35,7 @@ private:
     std::map<llama_pos, std::vector<float>> chunks; // of positions, by the first
 };
 
-// takes from a row of K, as the model computes it, what it shall lack with these angles [n_pairs, 2]; sign -1: puts it back
+// subtracts the bias from a row of K, as the model computes it, with these angles [n_pairs, 2]; sign -1: adds it again
 void llama_kv_subtract_bias(float * row, int64_t n_embd_head, const llama_kv_scales & scales, const float * angles, float sign = 1.0f);
 
 // Of the cells of a cache: layers whose RoPE is the same share them.
@@ -48,7 +48,7 @@ public:
 
     bool empty() const { return groups.empty(); }
 
-    // what K of the layer lacks; cosines and sines are those of the cells of all streams
+    // the subtracted bias of K of the layer; cosines and sines are those of the cells of all streams
     const std::vector<mixedkv::attention_pair> & get(size_t ikv) const { return layers[ikv].pairs; }
 
     // for the positions that cells of a stream have now
@@ -70,11 +70,11 @@ public:
     // F32 [n_angles, n, n_stream] of the first n cells, from stream s0 on
     void get_cells(uint32_t s0, ggml_tensor * dst) const;
 
-    // F32 [n_embd_k_gqa, n], what rows with these angles [n_angles, n] lack; nullptr: nothing
+    // F32 [n_embd_k_gqa, n], the subtracted bias of rows with these angles [n_angles, n]; nullptr: nothing
     ggml_tensor * build_subtracted_bias(ggml_context * ctx, size_t ikv, ggml_tensor * angles) const;
 
 private:
-    // pairs that the same RoPE turns
+    // pairs that the same RoPE rotates
     struct group {
         uint32_t                       il;
         std::vector<int32_t>           pairs;

@@ -21,7 +21,7 @@ struct packed_rows {
         return row;
     }
 
-    std::vector<float> unpack(const std::vector<uint8_t> & row) const {
+    std::vector<float> dequantise(const std::vector<uint8_t> & row) const {
         std::vector<float> x(row.size() / n_bytes * n_elements);
         to_float(row.data(), x.data(), int64_t(x.size()));
         return x;

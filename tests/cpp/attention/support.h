@@ -61,7 +61,7 @@ struct options {
     float                          softcap    = 0.0f;
     int                            rotation_q = 0, rotation_out = 0;
     bool                           scaled   = false; // Q times a scale for each KV head and channel
-    int                            n_pairs  = 0;     // that K of the first segment lacks
+    int                            n_pairs  = 0;     // whose bias is subtracted from K of the first segment
     bool                           sinks    = false;
     int                            rounding = 16;
     bool                           permuted = false; // Q as [n_head, n_queries, d] and gaps between K and V rows
@@ -76,7 +76,7 @@ struct problem {
     std::vector<uint16_t> mask;
 
     std::vector<mixedkv::attention_pair> pairs;
-    std::vector<std::vector<float>>      pair_data; // of each pair: what lacks, cosines, sines
+    std::vector<std::vector<float>>      pair_data; // of each pair: subtracted bias, cosines, sines
 
     static constexpr int first_angle = 5;
 

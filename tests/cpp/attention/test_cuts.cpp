@@ -44,11 +44,11 @@ prompt random_prompt(test::rng & r, int long_head) {
     const int                   n_head_kv = r.pick<int>({ 1, 2, 3 });
     const int                   n_head    = n_head_kv * r.pick<int>({ 1, 2, 3, 4, 5, 6, 7, 8 });
     const row_type              k = r.pick(types), v = r.chance(0.6) ? k : r.pick(types);
-    const bool                  halves = test::block_elements(k) == 32 && test::block_elements(v) == 32;
-    const std::vector<int>      sizes =
-        halves ? std::vector<int>{ 32, 64, 96, 128, 160, 256 } : std::vector<int>{ 64, 64, 128, 128, 192, 256 };
-    const int           d = long_head ? long_head : r.pick(sizes);
-    mixedkv::hot_window window;
+    const bool                  in_blocks_of_32 = test::block_elements(k) == 32 && test::block_elements(v) == 32;
+    const std::vector<int>      sizes           = in_blocks_of_32 ? std::vector<int>{ 32, 64, 96, 128, 160, 256 }
+                                                                  : std::vector<int>{ 64, 64, 128, 128, 192, 256 };
+    const int                   d               = long_head ? long_head : r.pick(sizes);
+    mixedkv::hot_window         window;
     window.group_size  = 1 + r.below(40);
     window.threshold   = r.chance(0.1) ? 0 : window.group_size + r.below(r.chance(0.2) ? 1500 : 150);
     window.sink_tokens = window.threshold == 0 ? 4 : r.below(9);
@@ -216,9 +216,9 @@ void step(test::rng & r, const prompt & p, const std::vector<sequence> & sequenc
     };
     order.begin(0, { n_kv, n_kv + int(ring.size()) }, readers);
     add_all(cold);
-    order.arrange(llama_kv_key_order::cold_pieces(n_seq, n_kv, p.sliding));
+    order.arrange(llama_kv_key_order::cold_splits(n_seq, n_kv, p.sliding));
     add_all(hot);
-    order.arrange(llama_kv_key_order::hot_pieces(n_seq, n_hot, p.window.threshold > 1024));
+    order.arrange(llama_kv_key_order::hot_splits(n_seq, n_hot, p.window.threshold > 1024));
     order.look(mask.data(), n_columns);
 
     std::vector<float>      res(q.size(), NAN);

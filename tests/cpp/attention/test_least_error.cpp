@@ -56,7 +56,7 @@ template <class Integers>
 struct tests {
     test::packed_rows<n_block, Integers::bytes> rows;
 
-    std::vector<float> stored(const std::vector<float> & x) const { return rows.unpack(rows.pack(x)); }
+    std::vector<float> stored(const std::vector<float> & x) const { return rows.dequantise(rows.pack(x)); }
 
     // Of Gaussian rows .9 of ggml's error. Rows of another kind lose nothing.
     void less_error_than_ggml() const {

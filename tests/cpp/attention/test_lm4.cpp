@@ -15,7 +15,7 @@ constexpr test::packed_rows<LM4_ELEMENTS, LM4_BYTES> rows{ lm4_from_float, lm4_t
 
 // Mean squared error by mean square
 double error_of(const std::vector<float> & x) {
-    const std::vector<float> y     = rows.unpack(rows.pack(x));
+    const std::vector<float> y     = rows.dequantise(rows.pack(x));
     double                   error = 0.0, size = 0.0;
     for (size_t i = 0; i < x.size(); i++) {
         error += (double(x[i]) - y[i]) * (double(x[i]) - y[i]);
@@ -38,31 +38,31 @@ void levels_come_back() {
         for (int i = 0; i < LM4_ELEMENTS; i++) {
             x[i] = scale * float(levels[i * 7 % 16]);
         }
-        CHECK(rows.unpack(rows.pack(x)) == x);
+        CHECK(rows.dequantise(rows.pack(x)) == x);
     }
 }
 
 void rows_that_no_model_has() {
     const std::vector<float> zeros(2 * LM4_ELEMENTS);
-    CHECK(rows.unpack(rows.pack(zeros)) == zeros);
+    CHECK(rows.dequantise(rows.pack(zeros)) == zeros);
 
     std::vector<float> one = zeros;
     one[70]                = 3.0f;
     for (size_t i = 0; i < one.size(); i++) { // no level is 0
-        CHECK(std::fabs(rows.unpack(rows.pack(one))[i] - one[i]) <= (i < LM4_ELEMENTS ? 0.0f : 0.06f));
+        CHECK(std::fabs(rows.dequantise(rows.pack(one))[i] - one[i]) <= (i < LM4_ELEMENTS ? 0.0f : 0.06f));
     }
 
     for (const float x : { 65504.0f, -65504.0f, 1e-7f }) {
-        for (const float y : rows.unpack(rows.pack(std::vector<float>(LM4_ELEMENTS, x)))) {
+        for (const float y : rows.dequantise(rows.pack(std::vector<float>(LM4_ELEMENTS, x)))) {
             CHECK(std::fabs(y - x) <= 0.02f * std::fabs(x) + 3e-8f * 127);
         }
     }
 
     for (const float odd : { NAN, INFINITY }) { // any numbers, and the other block as it was
         std::vector<float> x = test::gauss(2 * LM4_ELEMENTS, 1.0f);
-        const auto         y = rows.unpack(rows.pack(x));
+        const auto         y = rows.dequantise(rows.pack(x));
         x[5]                 = odd;
-        const auto z         = rows.unpack(rows.pack(x));
+        const auto z         = rows.dequantise(rows.pack(x));
         CHECK(std::memcmp(&y[LM4_ELEMENTS], &z[LM4_ELEMENTS], LM4_ELEMENTS * sizeof(float)) == 0);
     }
 }
@@ -70,7 +70,7 @@ void rows_that_no_model_has() {
 void dot_is_that_of_the_stored_row() {
     const auto x    = test::gauss(256, 1.0f);
     const auto y    = test::gauss(512, 1.0f);
-    const auto z    = rows.unpack(rows.pack(x));
+    const auto z    = rows.dequantise(rows.pack(x));
     double     want = 0.0;
     for (int i = 0; i < 256; i++) {
         want += double(z[i]) * y[256 + i];

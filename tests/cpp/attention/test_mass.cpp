@@ -87,7 +87,7 @@ int main() {
         test::options typed;
         typed.n_queries = 5;
         compare(typed, 2, type);
-        typed.n_pairs    = 3; // that K lacks: its bias
+        typed.n_pairs    = 3; // whose bias is subtracted from K
         typed.rotation_q = 64;
         typed.scaled     = true;
         compare(typed, 2, type);

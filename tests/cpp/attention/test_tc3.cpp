@@ -16,7 +16,7 @@ constexpr test::packed_rows<TC3_ELEMENTS, TC3_BYTES> rows{ tc3_from_float, tc3_t
 
 // Mean squared error by mean square
 double error_of(const std::vector<float> & x) {
-    const std::vector<float> y     = rows.unpack(rows.pack(x));
+    const std::vector<float> y     = rows.dequantise(rows.pack(x));
     double                   error = 0.0, size = 0.0;
     for (size_t i = 0; i < x.size(); i++) {
         error += (double(x[i]) - y[i]) * (double(x[i]) - y[i]);
@@ -42,7 +42,7 @@ void layout_is_that_of_the_header() {
         for (int i = 2; i < TC3_BYTES; i++) {
             block[i] = uint8_t(turn * i * i + 37 * i);
         }
-        const std::vector<float> x = rows.unpack(block);
+        const std::vector<float> x = rows.dequantise(block);
         for (int half = 0; half < 2; half++) {
             const uint8_t * fields = &block[half ? 18 : 2];
             const uint8_t * path   = &block[half ? 14 : 10];
@@ -60,23 +60,23 @@ void layout_is_that_of_the_header() {
 
 void odd_rows() {
     const std::vector<float> zeros(2 * TC3_ELEMENTS);
-    CHECK(rows.unpack(rows.pack(zeros)) == zeros);
+    CHECK(rows.dequantise(rows.pack(zeros)) == zeros);
 
     std::vector<float> one = zeros; // the other block stays zero
     one[70]                = 3.0f;
-    const auto back        = rows.unpack(rows.pack(one));
+    const auto back        = rows.dequantise(rows.pack(one));
     CHECK(std::fabs(back[70] - 3.0f) < 2.0f && std::equal(zeros.begin(), zeros.begin() + TC3_ELEMENTS, back.begin()));
 
     for (const float x : { 65504.0f, -65504.0f, 1e-7f }) {
-        for (const float y : rows.unpack(rows.pack(std::vector<float>(TC3_ELEMENTS, x)))) {
+        for (const float y : rows.dequantise(rows.pack(std::vector<float>(TC3_ELEMENTS, x)))) {
             CHECK(std::isfinite(y) && std::fabs(y - x) <= 0.3f * std::fabs(x) + 3e-8f * 127);
         }
     }
     for (const float odd : { NAN, INFINITY }) { // its block alone is lost
         std::vector<float> x = test::gauss(2 * TC3_ELEMENTS, 1.0f);
-        const auto         y = rows.unpack(rows.pack(x));
+        const auto         y = rows.dequantise(rows.pack(x));
         x[3]                 = odd;
-        const auto z         = rows.unpack(rows.pack(x));
+        const auto z         = rows.dequantise(rows.pack(x));
         CHECK(std::memcmp(&y[TC3_ELEMENTS], &z[TC3_ELEMENTS], TC3_ELEMENTS * sizeof(float)) == 0);
         for (const float value : z) {
             CHECK(std::isfinite(value));
@@ -87,7 +87,7 @@ void odd_rows() {
 void dot_is_that_of_the_stored_row() {
     const auto x    = test::gauss(256, 1.0f);
     const auto y    = test::gauss(256, 1.0f);
-    const auto z    = rows.unpack(rows.pack(x));
+    const auto z    = rows.dequantise(rows.pack(x));
     double     want = 0.0;
     for (int i = 0; i < 256; i++) {
         want += double(z[i]) * y[i];

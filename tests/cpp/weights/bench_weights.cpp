@@ -29,15 +29,15 @@ void time(const mixedkv::weights_kernels & body, const weights_product & product
 
 int main(int argc, char ** argv) {
     CHECK(argc == 6);
-    const std::string                name      = argv[2];
-    const bool                       is_halves = name == "f16" || name == "bf16";
-    const mixedkv::weights_kernels * body      = is_halves ? test::find_halves_body(argv[1]) : test::find_body(argv[1]);
+    const std::string                name   = argv[2];
+    const bool                       is_f16 = name == "f16" || name == "bf16";
+    const mixedkv::weights_kernels * body   = is_f16 ? test::find_f16_body(argv[1]) : test::find_body(argv[1]);
     CHECK(body);
     const int64_t      n_elements = std::stoll(argv[3]), n_rows = std::stoll(argv[4]), n_columns = std::stoll(argv[5]);
     std::vector<float> out(n_rows * n_columns);
-    if (is_halves) {
-        const test::halves p(name == "f16" ? WEIGHTS_F16 : WEIGHTS_BF16, n_elements, n_rows, n_columns);
-        const auto         columns = p.packed(*body, 0, n_columns);
+    if (is_f16) {
+        const test::f16_problem p(name == "f16" ? WEIGHTS_F16 : WEIGHTS_BF16, n_elements, n_rows, n_columns);
+        const auto              columns = p.packed(*body, 0, n_columns);
         time(*body, p.product(columns.get(), n_columns, out.data()),
              test::lines(body->work_bytes(n_elements, 0)).get());
         return 0;

@@ -46,8 +46,8 @@ inline const weights_kernels * find_body(const std::string & name) {
 }
 
 // For rows in 16 bits
-inline const weights_kernels * find_halves_body(const std::string & name) {
-    return find_among({ weights_amx(), weights_avx512_halves() }, name);
+inline const weights_kernels * find_f16_body(const std::string & name) {
+    return find_among({ weights_amx(), weights_avx512_f16() }, name);
 }
 
 struct named_type {
@@ -62,7 +62,7 @@ constexpr named_type types[] = {
     { "q4_k_x8", WEIGHTS_Q4_K_X8 }, { "mxfp4", WEIGHTS_MXFP4 }, { "mxfp4_x8", WEIGHTS_MXFP4_X8 },
 };
 
-// `scale` and `least` as halves
+// `scale` and `least` in F16
 inline void set_least(row_q4_1 & row, uint16_t least) {
     row.least = least;
 }
@@ -224,13 +224,13 @@ inline uint16_t bits_of(int type, float x) {
 }
 
 // With rows of 16 bits
-struct halves {
+struct f16_problem {
     int                   type;
     int64_t               n_elements, n_rows, n_columns;
     std::vector<uint16_t> rows;
     std::vector<float>    columns;
 
-    halves(int type_, int64_t elements, int64_t rows_, int64_t columns_) :
+    f16_problem(int type_, int64_t elements, int64_t rows_, int64_t columns_) :
         type(type_), n_elements(elements), n_rows(rows_), n_columns(columns_), rows(elements * rows_),
         columns(elements * columns_) {
         std::mt19937                    random(unsigned(type * 101 + elements * 31 + rows_ * 7 + columns_));

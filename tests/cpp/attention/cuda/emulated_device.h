@@ -156,7 +156,7 @@ inline uint16_t float_to_half_bits(float x) {
     return float_to_half(x);
 }
 
-inline uint32_t pack_halves(float low, float high) {
+inline uint32_t pack_f16x2(float low, float high) {
     return float_to_half(low) | uint32_t(float_to_half(high)) << 16;
 }
 
@@ -168,17 +168,18 @@ inline float high_half(uint32_t x) {
     return half_to_float(uint16_t(x >> 16));
 }
 
-inline uint32_t subtract_halves(uint32_t a, uint32_t b) {
-    return pack_halves(low_half(a) - low_half(b), high_half(a) - high_half(b));
+inline uint32_t subtract_f16x2(uint32_t a, uint32_t b) {
+    return pack_f16x2(low_half(a) - low_half(b), high_half(a) - high_half(b));
 }
 
-inline uint32_t multiply_halves(uint32_t a, uint32_t b) {
-    return pack_halves(low_half(a) * low_half(b), high_half(a) * high_half(b));
+inline uint32_t multiply_f16x2(uint32_t a, uint32_t b) {
+    return pack_f16x2(low_half(a) * low_half(b), high_half(a) * high_half(b));
 }
 
-// Products of halves are exact in F32; their sum is rounded twice, which kernels that add small integers do not see.
-inline uint32_t multiply_add_halves(uint32_t a, uint32_t b, uint32_t c) {
-    return pack_halves(low_half(a) * low_half(b) + low_half(c), high_half(a) * high_half(b) + high_half(c));
+// Products of F16 values are exact in F32; their sum is rounded twice, which kernels that add small integers do not
+// see.
+inline uint32_t multiply_add_f16x2(uint32_t a, uint32_t b, uint32_t c) {
+    return pack_f16x2(low_half(a) * low_half(b) + low_half(c), high_half(a) * high_half(b) + high_half(c));
 }
 
 inline uint32_t and_or(uint32_t a, uint32_t mask, uint32_t bits) {

@@ -18,7 +18,8 @@ struct shape_list {
     }
 };
 
-// Query rows of a warp, warps, keys of a tile, blocks of a multiprocessor, whether tiles are opened between products
+// Query rows of a warp, warps, keys of a tile, blocks of a multiprocessor, whether tiles are dequantised between
+// products
 template <int d>
 struct prefill_variants;
 

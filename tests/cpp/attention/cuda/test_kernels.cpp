@@ -83,7 +83,7 @@ void expect_close(const test::problem & p, const std::vector<double> & want, con
         const double error = std::fabs(p.out[i] - want[i]) / 4.0;
         worst              = error <= worst ? worst : error; // NaN stays
     }
-    // Q, weights and opened values are rounded to F16
+    // Q, weights and dequantised values are rounded to F16
     if (!(worst <= 4e-3)) {
         std::printf("FAIL %s: error %.2e: %s\n", what.c_str(), worst, p.o.describe().c_str());
         failures++;
@@ -231,7 +231,8 @@ test::options random_options(test::rng & r) {
 }
 
 // What a row of the type holds, and the scale of each element
-void open_row(row_type type, const uint8_t * row, int n, std::vector<double> & value, std::vector<double> & scale) {
+void dequantise_row(row_type type, const uint8_t * row, int n, std::vector<double> & value,
+                    std::vector<double> & scale) {
     std::vector<float> levels(n);
     if (has_levels(type)) {
         (type == row_type::lm4 ? lm4_to_float : tc3_to_float)(row, levels.data(), n);
@@ -347,7 +348,7 @@ void store(test::rng & r, int d) {
                 want.push_back(double(s.from[side][token * n + i]) * (side == 0 ? s.scales[i] : 1.0f));
             }
             want = s.side(side).rotation ? test::rotated(want, s.side(side).rotation) : want;
-            open_row(s.types[side], s.row(side, token), n, got, scale);
+            dequantise_row(s.types[side], s.row(side, token), n, got, scale);
             bool ok = is_near(s.types[side], got, want, scale);
             for (int i = 0; s.p.f16 && i < n; i++) {
                 const double hot = test::from_half(s.f16[(token * 2 + side) * n + i]);
@@ -446,12 +447,12 @@ void convert(test::rng & r, row_type type) {
         ok &= std::memcmp(want.data(), got.data() + i * n, n * 4) == 0;
     }
     p.to_f16 = true;
-    std::vector<uint16_t> halves(n_rows * n);
+    std::vector<uint16_t> f16(n_rows * n);
     p.n_stream = 1;
-    p.plain    = { reinterpret_cast<const char *>(halves.data()), n * 2, 0, 0 };
+    p.plain    = { reinterpret_cast<const char *>(f16.data()), n * 2, 0, 0 };
     run_get(device, p, to_stored(type));
     for (int i = 0; i < n_rows * n; i++) {
-        ok &= halves[i] == test::to_half(got[i]);
+        ok &= f16[i] == test::to_half(got[i]);
     }
     if (!ok) {
         std::printf("FAIL rows of %s that nodes get and set\n", type == row_type::lm4 ? "lm4" : "tc3");

@@ -9,8 +9,8 @@
 namespace mixedkv {
 namespace {
 
-// As open_tc3 does it, of a whole block: 26 bytes to 32
-inline void open_block_tc3(const char * block, char * out) {
+// As unpack_tc3 does it, of a whole block: 26 bytes to 32
+inline void unpack_block_tc3(const char * block, char * out) {
     const auto load = [](const char * p) { return _mm_loadu_si128(reinterpret_cast<const __m128i *>(p)); };
 
     // A half in a lane: fields, its path and the other one's; both paths and the fields
@@ -32,7 +32,7 @@ inline void open_block_tc3(const char * block, char * out) {
 
 #ifdef __AVX512VBMI__
 // The same of two blocks: 52 bytes to 64
-inline void open_two_blocks_tc3(const char * blocks, char * out) {
+inline void unpack_two_blocks_tc3(const char * blocks, char * out) {
     alignas(64) static constexpr uint8_t field_bytes[64] = { 2,  3,  4,  5,  2,  3,  4,  5,  6,  7,  8,  9,  6,
                                                              7,  8,  9,  18, 19, 20, 21, 18, 19, 20, 21, 22, 23,
                                                              24, 25, 22, 23, 24, 25, 28, 29, 30, 31, 28, 29, 30,
@@ -44,35 +44,35 @@ inline void open_two_blocks_tc3(const char * blocks, char * out) {
                                                              39, 36, 37, 38, 39, 36, 37, 38, 39, 40, 41, 42, 43,
                                                              40, 41, 42, 43, 40, 41, 42, 43, 40, 41, 42, 43 };
 
-    const __m512i x      = _mm512_maskz_loadu_epi8((uint64_t(1) << 2 * TC3_BYTES) - 1, blocks);
-    const __m512i fields = _mm512_permutexvar_epi8(_mm512_load_si512(field_bytes), x);
-    const __m512i path   = _mm512_permutexvar_epi8(_mm512_load_si512(path_bytes), x);
-    const __m512i q      = _mm512_sllv_epi32(path, _mm512_set4_epi32(0, 0, 1, 1));
-    const __m512i odd    = _mm512_set1_epi32(int32_t(0xaaaaaaaa));
-    const __m512i sets   = _mm512_ternarylogic_epi32(q, _mm512_slli_epi32(q, 2), odd, 0x78); // q ^ (second & odd)
-    const __m512i low    = _mm512_srlv_epi32(sets, _mm512_set4_epi32(2, 0, 2, 0));
-    const __m512i high   = _mm512_sllv_epi32(fields, _mm512_set4_epi32(0, 2, 0, 2));
-    const __m512i set    = _mm512_set1_epi32(0x33333333);
-    const __m512i opened = _mm512_ternarylogic_epi32(set, low, high, 0xca); // where `set` is 1 low, elsewhere high
-    _mm512_storeu_si512(out, opened);
+    const __m512i x        = _mm512_maskz_loadu_epi8((uint64_t(1) << 2 * TC3_BYTES) - 1, blocks);
+    const __m512i fields   = _mm512_permutexvar_epi8(_mm512_load_si512(field_bytes), x);
+    const __m512i path     = _mm512_permutexvar_epi8(_mm512_load_si512(path_bytes), x);
+    const __m512i q        = _mm512_sllv_epi32(path, _mm512_set4_epi32(0, 0, 1, 1));
+    const __m512i odd      = _mm512_set1_epi32(int32_t(0xaaaaaaaa));
+    const __m512i sets     = _mm512_ternarylogic_epi32(q, _mm512_slli_epi32(q, 2), odd, 0x78); // q ^ (second & odd)
+    const __m512i low      = _mm512_srlv_epi32(sets, _mm512_set4_epi32(2, 0, 2, 0));
+    const __m512i high     = _mm512_sllv_epi32(fields, _mm512_set4_epi32(0, 2, 0, 2));
+    const __m512i set      = _mm512_set1_epi32(0x33333333);
+    const __m512i unpacked = _mm512_ternarylogic_epi32(set, low, high, 0xca); // where `set` is 1 low, elsewhere high
+    _mm512_storeu_si512(out, unpacked);
 }
 #endif
 
 // n times 32 elements
-inline void open_row(type_constant<opened_tc3>, const char * row, int n, char * out) {
+inline void unpack_row(type_constant<unpacked_tc3>, const char * row, int n, char * out) {
     int b = 0;
 #ifdef __AVX512VBMI__
     for (; b + 3 < n; b += 4, row += 2 * TC3_BYTES) {
-        open_two_blocks_tc3(row, out + 16 * b);
+        unpack_two_blocks_tc3(row, out + 16 * b);
     }
 #endif
     for (; b < n; b += 2, row += TC3_BYTES) {
-        open_block_tc3(row, out + 16 * b);
+        unpack_block_tc3(row, out + 16 * b);
     }
 }
 
 // Nibbles whose fifth bits come before them; less 16 is what lacks one
-inline __m256i open_block_q5_0(const char * block) {
+inline __m256i unpack_block_q5_0(const char * block) {
     const __m256i byte = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
     const __m256i bit  = _mm256_set1_epi64x(int64_t(0x8040201008040201));
     int32_t       high;
@@ -84,10 +84,10 @@ inline __m256i open_block_q5_0(const char * block) {
     return _mm256_or_si256(_mm256_and_si256(both, _mm256_set1_epi8(15)), less);
 }
 
-inline void open_row(type_constant<opened_q5_0>, const char * row, int n, char * out) {
+inline void unpack_row(type_constant<unpacked_q5_0>, const char * row, int n, char * out) {
     for (int b = 0; b < n; b++) {
         _mm256_storeu_si256(reinterpret_cast<__m256i *>(out) + b,
-                            open_block_q5_0(row + b * block_bytes(row_type::q5_0)));
+                            unpack_block_q5_0(row + b * block_bytes(row_type::q5_0)));
     }
 }
 

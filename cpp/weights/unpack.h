@@ -1,4 +1,4 @@
-// Rows of a type, opened. A vector has a lane for each row, and four elements of it in the lane: the sums of a block
+// Rows of a type, unpacked. A vector has a lane for each row, and four elements of it in the lane: the sums of a block
 // end in one lane a row, and nothing is summed across lanes.
 //
 // V is the instruction set. V::lines() reads 16 bytes of each row, which become 4 vectors; V::lines_of_eights() does so
@@ -66,7 +66,7 @@ MIXEDKV_INLINE void put_mxfp4(typename V::ints exponents, const typename V::ints
 }
 
 template <class V, class Out>
-MIXEDKV_INLINE void open_nibbles(const char * const * rows, size_t at, Out & out) {
+MIXEDKV_INLINE void unpack_nibbles(const char * const * rows, size_t at, Out & out) {
     typename V::ints lines[4];
     V::lines(rows, at, lines);
     put_nibbles<V>(lines, out);
@@ -74,7 +74,7 @@ MIXEDKV_INLINE void open_nibbles(const char * const * rows, size_t at, Out & out
 
 // With a dword of fifth bits: bit i is that of element i.
 template <class V, class Out>
-MIXEDKV_INLINE void open_fives(typename V::ints fifth, const char * const * rows, size_t at, Out & out) {
+MIXEDKV_INLINE void unpack_fives(typename V::ints fifth, const char * const * rows, size_t at, Out & out) {
     typename V::ints lines[4];
     V::lines(rows, at, lines);
 #pragma GCC unroll 8
@@ -85,47 +85,47 @@ MIXEDKV_INLINE void open_fives(typename V::ints fifth, const char * const * rows
 }
 
 template <class V, class Out>
-MIXEDKV_INLINE void open_scale(const char * const * rows, size_t at, Out & out) {
-    out.scale(0, 0, V::from_halves(V::dwords(rows, at) & 0xffff));
+MIXEDKV_INLINE void unpack_scale(const char * const * rows, size_t at, Out & out) {
+    out.scale(0, 0, V::from_f16(V::dwords(rows, at) & 0xffff));
 }
 
 template <class V, class Out>
 MIXEDKV_INLINE void put_scale_and_least(typename V::ints both, Out & out) {
-    out.scale(0, 0, V::from_halves(both & 0xffff));
-    out.least(0, V::from_halves(both >> 16));
+    out.scale(0, 0, V::from_f16(both & 0xffff));
+    out.least(0, V::from_f16(both >> 16));
 }
 
 template <class V, class Out>
-MIXEDKV_INLINE void open(const row_q4_0 *, const char * const * rows, size_t at, Out & out) {
-    open_scale<V>(rows, at, out);
-    open_nibbles<V>(rows, at + offsetof(row_q4_0, nibbles), out);
+MIXEDKV_INLINE void unpack(const row_q4_0 *, const char * const * rows, size_t at, Out & out) {
+    unpack_scale<V>(rows, at, out);
+    unpack_nibbles<V>(rows, at + offsetof(row_q4_0, nibbles), out);
 }
 
 template <class V, class Out>
-MIXEDKV_INLINE void open(const row_q4_1 *, const char * const * rows, size_t at, Out & out) {
+MIXEDKV_INLINE void unpack(const row_q4_1 *, const char * const * rows, size_t at, Out & out) {
     put_scale_and_least<V>(V::dwords(rows, at), out);
-    open_nibbles<V>(rows, at + offsetof(row_q4_1, nibbles), out);
+    unpack_nibbles<V>(rows, at + offsetof(row_q4_1, nibbles), out);
 }
 
 template <class V, class Out>
-MIXEDKV_INLINE void open(const row_q5_0 *, const char * const * rows, size_t at, Out & out) {
+MIXEDKV_INLINE void unpack(const row_q5_0 *, const char * const * rows, size_t at, Out & out) {
     typename V::ints first, second;
     V::two_dwords(rows, at, first, second);
-    out.scale(0, 0, V::from_halves(first & 0xffff));
-    open_fives<V>(first >> 16 | second << 16, rows, at + offsetof(row_q5_0, nibbles), out);
+    out.scale(0, 0, V::from_f16(first & 0xffff));
+    unpack_fives<V>(first >> 16 | second << 16, rows, at + offsetof(row_q5_0, nibbles), out);
 }
 
 template <class V, class Out>
-MIXEDKV_INLINE void open(const row_q5_1 *, const char * const * rows, size_t at, Out & out) {
+MIXEDKV_INLINE void unpack(const row_q5_1 *, const char * const * rows, size_t at, Out & out) {
     typename V::ints both, fifth;
     V::two_dwords(rows, at, both, fifth);
     put_scale_and_least<V>(both, out);
-    open_fives<V>(fifth, rows, at + offsetof(row_q5_1, nibbles), out);
+    unpack_fives<V>(fifth, rows, at + offsetof(row_q5_1, nibbles), out);
 }
 
 template <class V, class Out>
-MIXEDKV_INLINE void open(const row_q8_0 *, const char * const * rows, size_t at, Out & out) {
-    open_scale<V>(rows, at, out);
+MIXEDKV_INLINE void unpack(const row_q8_0 *, const char * const * rows, size_t at, Out & out) {
+    unpack_scale<V>(rows, at, out);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
         typename V::ints lines[4];
@@ -147,8 +147,8 @@ struct six_bits {
     MIXEDKV_INLINE six_bits(const char * const * rows, size_t at) {
         typename V::ints lines[4];
         V::lines(rows, at, lines);
-        scale     = V::from_halves(lines[0] & 0xffff);
-        least     = -V::from_halves(lines[0] >> 16);
+        scale     = V::from_f16(lines[0] & 0xffff);
+        least     = -V::from_f16(lines[0] >> 16);
         scales[0] = lines[1] & 0x3f3f3f3f;
         scales[1] = low_nibbles(lines[3]) | (lines[1] >> 2 & 0x30303030);
         leasts[0] = lines[2] & 0x3f3f3f3f;
@@ -170,8 +170,8 @@ struct six_bits_of_eights {
     size_t               at;
 
     MIXEDKV_INLINE six_bits_of_eights(const char * const * rows_, size_t at_) :
-        scale(V::halves_of_eights(rows_, at_ + offsetof(rows_q4_k_x8, scale))),
-        least(-V::halves_of_eights(rows_, at_ + offsetof(rows_q4_k_x8, least))), rows(rows_),
+        scale(V::f16_of_eights(rows_, at_ + offsetof(rows_q4_k_x8, scale))),
+        least(-V::f16_of_eights(rows_, at_ + offsetof(rows_q4_k_x8, least))), rows(rows_),
         at(at_ + offsetof(rows_q4_k_x8, factors)) {}
 
     template <class Out>
@@ -190,8 +190,8 @@ struct six_bits_of_eights {
 };
 
 template <class V, class Out>
-MIXEDKV_INLINE void open(const rows_q4_0_x8 *, const char * const * rows, size_t at, Out & out) {
-    out.scale(0, 0, V::halves_of_eights(rows, at));
+MIXEDKV_INLINE void unpack(const rows_q4_0_x8 *, const char * const * rows, size_t at, Out & out) {
+    out.scale(0, 0, V::f16_of_eights(rows, at));
     typename V::ints lines[4];
     V::lines_of_eights(rows, at + offsetof(rows_q4_0_x8, nibbles), lines);
 #pragma GCC unroll 4
@@ -202,14 +202,14 @@ MIXEDKV_INLINE void open(const rows_q4_0_x8 *, const char * const * rows, size_t
 }
 
 template <class V, class Out>
-MIXEDKV_INLINE void open(const row_mxfp4 *, const char * const * rows, size_t at, Out & out) {
+MIXEDKV_INLINE void unpack(const row_mxfp4 *, const char * const * rows, size_t at, Out & out) {
     typename V::ints lines[4];
     V::lines(rows, at + offsetof(row_mxfp4, nibbles), lines);
     put_mxfp4<V>(V::dwords(rows, at) & 0xff, lines, out);
 }
 
 template <class V, class Out>
-MIXEDKV_INLINE void open(const rows_mxfp4_x8 *, const char * const * rows, size_t at, Out & out) {
+MIXEDKV_INLINE void unpack(const rows_mxfp4_x8 *, const char * const * rows, size_t at, Out & out) {
     uint64_t exponents[V::lanes / 8];
 #pragma GCC unroll 2
     for (int i = 0; i < V::lanes / 8; i++) {
@@ -239,7 +239,8 @@ MIXEDKV_INLINE void lines_of(const Row *, const char * const * rows, size_t at, 
 }
 
 template <class V, class Row, class Factors, class Out>
-MIXEDKV_INLINE void open_k4(const Row * row, const Factors & factors, const char * const * rows, size_t at, Out & out) {
+MIXEDKV_INLINE void unpack_k4(const Row * row, const Factors & factors, const char * const * rows, size_t at,
+                              Out & out) {
 #pragma GCC         unroll 4
     for (int b = 0; b < 8; b += 2) {
         typename V::ints lines[2][4];
@@ -261,17 +262,17 @@ MIXEDKV_INLINE void open_k4(const Row * row, const Factors & factors, const char
 }
 
 template <class V, class Out>
-MIXEDKV_INLINE void open(const row_q4_k * row, const char * const * rows, size_t at, Out & out) {
-    open_k4<V>(row, six_bits<V>(rows, at), rows, at, out);
+MIXEDKV_INLINE void unpack(const row_q4_k * row, const char * const * rows, size_t at, Out & out) {
+    unpack_k4<V>(row, six_bits<V>(rows, at), rows, at, out);
 }
 
 template <class V, class Out>
-MIXEDKV_INLINE void open(const rows_q4_k_x8 * row, const char * const * rows, size_t at, Out & out) {
-    open_k4<V>(row, six_bits_of_eights<V>(rows, at), rows, at, out);
+MIXEDKV_INLINE void unpack(const rows_q4_k_x8 * row, const char * const * rows, size_t at, Out & out) {
+    unpack_k4<V>(row, six_bits_of_eights<V>(rows, at), rows, at, out);
 }
 
 template <class V, class Out>
-MIXEDKV_INLINE void open(const row_q5_k *, const char * const * rows, size_t at, Out & out) {
+MIXEDKV_INLINE void unpack(const row_q5_k *, const char * const * rows, size_t at, Out & out) {
     const six_bits<V> factors(rows, at);
     typename V::ints  fifth[2][4];
     V::lines(rows, at + offsetof(row_q5_k, fifth), fifth[0]);
@@ -298,10 +299,10 @@ MIXEDKV_INLINE void open(const row_q5_k *, const char * const * rows, size_t at,
 
 // Of each 128 elements there are 64 bytes, whose low nibbles come first, and 32 with the upper two bits four times.
 template <class V, class Out>
-MIXEDKV_INLINE void open(const row_q6_k *, const char * const * rows, size_t at, Out & out) {
+MIXEDKV_INLINE void unpack(const row_q6_k *, const char * const * rows, size_t at, Out & out) {
     typename V::ints factors[4];
     V::lines(rows, at + offsetof(row_q6_k, factors), factors);
-    const typename V::floats scale = V::from_halves(V::dwords(rows, at + offsetof(row_q6_k, scale) - 2) >> 16);
+    const typename V::floats scale = V::from_f16(V::dwords(rows, at + offsetof(row_q6_k, scale) - 2) >> 16);
 #pragma GCC unroll 2
     for (int first = 0; first < 8; first += 4) {
         typename V::ints upper[2][4], nibbles[4][4];
@@ -341,7 +342,7 @@ constexpr int at_once<row_q4_1> = 4;
 // Two blocks are nine dwords. The scale of the first lies in the first one, that of the second in the upper half of
 // the fifth: the nibbles of the first block are two bytes off.
 template <class V, class Out>
-MIXEDKV_INLINE void open_many(const row_q4_0 *, const char * const * rows, size_t at, Out & out) {
+MIXEDKV_INLINE void unpack_many(const row_q4_0 *, const char * const * rows, size_t at, Out & out) {
     typename V::ints dwords[36];
 #pragma GCC unroll 9
     for (int i = 0; i < 9; i++) {
@@ -350,13 +351,13 @@ MIXEDKV_INLINE void open_many(const row_q4_0 *, const char * const * rows, size_
 #pragma GCC unroll 4
     for (int pair = 0; pair < 4; pair++) {
         const typename V::ints * x = dwords + 9 * pair;
-        out.scale(2 * pair, 0, V::from_halves(x[0] & 0xffff));
+        out.scale(2 * pair, 0, V::from_f16(x[0] & 0xffff));
 #pragma GCC unroll 5
         for (int i = 0; i < 5; i++) {
             out.nibbles(2 * pair, 4 * i, x[i], i == 0);
         }
         out.done(2 * pair);
-        out.scale(2 * pair + 1, 0, V::from_halves(x[4] >> 16));
+        out.scale(2 * pair + 1, 0, V::from_f16(x[4] >> 16));
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
             out.nibbles(2 * pair + 1, 2 + 4 * i, x[5 + i], i == 0);
@@ -366,7 +367,7 @@ MIXEDKV_INLINE void open_many(const row_q4_0 *, const char * const * rows, size_
 }
 
 template <class V, class Out>
-MIXEDKV_INLINE void open_many(const row_q4_1 *, const char * const * rows, size_t at, Out & out) {
+MIXEDKV_INLINE void unpack_many(const row_q4_1 *, const char * const * rows, size_t at, Out & out) {
     typename V::ints dwords[20];
 #pragma GCC unroll 5
     for (int i = 0; i < 5; i++) {
@@ -375,8 +376,8 @@ MIXEDKV_INLINE void open_many(const row_q4_1 *, const char * const * rows, size_
 #pragma GCC unroll 4
     for (int b = 0; b < 4; b++) {
         const typename V::ints * x = dwords + 5 * b;
-        out.scale(b, 0, V::from_halves(x[0] & 0xffff));
-        out.least(b, V::from_halves(x[0] >> 16));
+        out.scale(b, 0, V::from_f16(x[0] & 0xffff));
+        out.least(b, V::from_f16(x[0] >> 16));
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
             out.nibbles(b, 2 + 4 * i, x[1 + i], i == 0);
