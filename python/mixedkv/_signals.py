@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 
 _PROGRAM, _COMMANDS = "mixedkv", (["serve"], ["split", "serve"])
-_MODULES = ("mixedkv.server", "mixedkv.server.model_child")
+_MODULES = ("mixedkv_server", "mixedkv_server.model_child")
 _came: list[int] = []
 
 

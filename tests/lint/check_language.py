@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = ("python/mixedkv", "python/mixedkv_bench", "python/mixedkv_llm")
+PACKAGES = tuple(sorted(str(path) for path in Path("python").iterdir() if path.is_dir()))
 GENERATED = ("split_pb2.py",)
 MOST_WORDS = 30
 

@@ -28,12 +28,12 @@ PRIVATE = {
     "_stack",
 }
 OWN = ("self", "cls")  # an attribute of one's own may have such a name
-OURS = ("mixedkv", "mixedkv_bench")
+OURS = ("mixedkv", "mixedkv_bench", "mixedkv_ray", "mixedkv_server", "mixedkv_service", "mixedkv_split")
 TESTS = Path("tests")
-ROOTS = ("python/mixedkv", "python/mixedkv_bench")
+ROOTS = tuple(f"python/{name}" for name in OURS)
 ENGINE = Path("python/mixedkv/engine/__init__.py")
 MOST_EXPORTS = 25
-BUILT_OF_ITS_PARTS = ("mixedkv/engine/", "mixedkv/split/")  # split inference has jobs of its own
+BUILT_OF_ITS_PARTS = ("mixedkv/engine/", "mixedkv_split/")  # split inference has jobs of its own
 
 
 def check(roots: list[Path]) -> list[str]:

@@ -18,8 +18,8 @@ from ray import serve as ray_serve
 from serve import Rates, Talk, free_port, replay_all, show
 
 from mixedkv.model.named_model import find_model
-from mixedkv.ray.application import build
 from mixedkv_bench.harness.contexts import LoadedModel
+from mixedkv_ray.application import build
 
 _TOKENS = 3000  # of a conversation, at most
 _ROUTINGS = ("random", "ray", "prefix")

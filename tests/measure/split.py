@@ -27,10 +27,10 @@ from mixedkv.engine import Engine
 from mixedkv.limits import padded
 from mixedkv.llama import Llama
 from mixedkv.model.named_model import find_model
-from mixedkv.split.client import SplitClient
-from mixedkv.split.export import export
-from mixedkv.split.head import Head
 from mixedkv_bench.harness.sample_text import document
+from mixedkv_split.client import SplitClient
+from mixedkv_split.export import export
+from mixedkv_split.head import Head
 
 _DELAYS = (0.0, 5.0, 20.0, 100.0)  # milliseconds there and back
 _CLIENTS = (1, 4, 8)

@@ -9,6 +9,7 @@ import re
 import sys
 import warnings
 from collections.abc import Collection, Sequence
+from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
 from mixedkv import __version__, _core
@@ -54,6 +55,26 @@ _INSTEAD = {  # commands of other programs
     "version": "use mixedkv --version",
     "quantize": "use llama.cpp's program llama-quantize",
 }
+
+
+# commands of packages beside this one, which name their modules by entry points, and the extras they need
+_BESIDE = {"serve": "server", "split": "split", "bench": "bench"}
+
+
+def module_of(command: str) -> str:
+    """Return the module of a command.
+
+    Raises:
+        ValueError: the command's package is not installed.
+    """
+    if command not in _BESIDE:
+        return f"mixedkv.cli.{command}_command"
+    for point in entry_points(group="mixedkv.commands", name=command):
+        return point.value
+    raise ValueError(
+        f"this installation has no {command}, only the cache and its commands: "
+        f"pip install 'mixedkv[{_BESIDE[command]}]'"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,14 +141,14 @@ class _Parser(argparse.ArgumentParser):
     A command's module is imported only when the command is used, since some need packages of an extra.
     """
 
-    def __init__(self, *, module: str = "", **options: Any) -> None:
+    def __init__(self, *, command: str = "", **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
-        self._module = module
+        self._command = command
 
     def add_arguments(self) -> None:
         """Import the command's module, which adds the command's arguments and its description."""
-        if self._module:
-            importlib.import_module(self._module).add_arguments(self)
+        if self._command:
+            importlib.import_module(module_of(self._command)).add_arguments(self)
 
     def parse_known_args(self, *args: Any, **options: Any) -> Any:
         self.add_arguments()
@@ -164,8 +185,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version_line())
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, text in _COMMANDS.items():
-        module, also = f"mixedkv.cli.{name}_command", _ALSO.get(name, [])
-        commands.add_parser(name, aliases=also, help=text, module=module).set_defaults(called=name)
+        also = _ALSO.get(name, [])
+        commands.add_parser(name, aliases=also, help=text, command=name).set_defaults(called=name)
     return parser
 
 

@@ -1,7 +1,7 @@
 """Declares options, reads their values, and names missing extras.
 
-Options of commands that serve are made of the fields of their settings. Words that people know from other
-programs are further names of our options, or are told what to write instead.
+Words that people know from
+other programs are further names of our options, or are told what to write instead.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import re
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable, Container, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
+from typing import Any, TypeVar
 
 from mixedkv.cli.llama_options import ABSENT, INSTEAD, OF_SERVER
 from mixedkv.config import UniformKV, parse_kv
@@ -124,14 +124,6 @@ def naming_the_extra(extra: str) -> Iterator[None]:
         raise ValueError(
             f"this command needs {error.name}, which is not installed: pip install 'mixedkv[{extra}]'"
         ) from None
-
-
-if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
-
-    from mixedkv.doors.settings import DoorSettings
-
-    S = TypeVar("S", bound=DoorSettings)
 
 
 # beside `--` and the name of a field
@@ -275,47 +267,3 @@ def _of_hub(text: str) -> str:
 def add_place(parser: ArgumentParser, **options: Any) -> None:
     """Declare a model that stands without -m."""
     parser.add_argument("in_place", metavar="MODEL", help="a model, as with -m", **options)
-
-
-def add_options(parser: Any, kind: type[DoorSettings], leave_out: Container[str] = ()) -> None:
-    """Declare all options of some settings, in their groups."""
-    prefix = kind.model_config["env_prefix"]
-    parser.epilog = (
-        f"Each option can also be an environment variable ({prefix}N_CTX=8192) or a line of a TOML file "
-        f"(n_ctx = 8192). The command line comes first, then the environment, then the file. {parser.epilog}"
-    )
-    parser.add_argument("--config", metavar="FILE", help="TOML file with options")
-    for title, names in kind.GROUPS.items():
-        group = parser.add_argument_group(title)
-        for name in names.split():
-            if name not in leave_out:
-                _add(group, name, kind.model_fields[name])
-
-
-def _add(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
-    names = flags(name)
-    text, kind = field.description or "", type(field.default)
-    if field.default is None:  # a number that need not be given
-        kind = next(each for each in get_args(field.annotation) if each is not type(None))
-    if kind is bool:
-        group.add_argument(*names, action=argparse.BooleanOptionalAction, default=None, help=text)
-        return
-    metavar = cast("dict[str, str]", field.json_schema_extra)["metavar"]
-    if kind is tuple:
-        group.add_argument(*names, metavar=metavar, action="append", default=None, help=text)
-        return
-    if field.default not in (None, "", 0) and "default" not in text:
-        text += f" (default: {field.default})"
-    kinds: dict[Any, Any] = {int: integer, float: decimal, str: str}
-    read = tokens if name == "n_ctx" else str if metavar == "SIZE" else kinds[kind]
-    group.add_argument(*names, metavar=metavar, type=read, default=None, help=text)
-
-
-def read_options(args: argparse.Namespace, kind: type[S]) -> S:
-    """Return the settings of a command line, the environment and a file.
-
-    Raises:
-        ValueError, OSError: as `DoorSettings.load`.
-    """
-    options = {name: getattr(args, name) for name in kind.model_fields}
-    return kind.load({name: value for name, value in options.items() if value is not None}, args.config)

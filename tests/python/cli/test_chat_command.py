@@ -141,7 +141,7 @@ def test_a_history_that_is_none_is_refused(tmp_path: Path) -> None:
 
 def test_the_server_has_a_module_of_its_own() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "mixedkv.server", "--help"],
+        [sys.executable, "-m", "mixedkv_server", "--help"],
         capture_output=True,
         text=True,
         timeout=PATIENCE,

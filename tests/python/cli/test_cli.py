@@ -405,7 +405,7 @@ def test_serve_without_its_extra_names_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pydantic_settings", None)
-    for name in ("mixedkv.doors.settings", "mixedkv.server.settings"):
+    for name in ("mixedkv_service.settings", "mixedkv_server.settings"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     assert main(["serve", "--help"]) == 2
     assert "needs pydantic_settings, which is not installed: pip install 'mixedkv[server]'" in (
@@ -415,7 +415,7 @@ def test_serve_without_its_extra_names_it(
 
 @pytest.mark.parametrize(
     ("arguments", "unneeded"),
-    [(["--help"], ("mixedkv_bench", "mixedkv.server")), (["serve", "--help"], ("fastapi", "mixedkv.engine"))],
+    [(["--help"], ("mixedkv_bench", "mixedkv_server")), (["serve", "--help"], ("fastapi", "mixedkv.engine"))],
 )
 def test_help_loads_little(arguments: list[str], unneeded: tuple[str, ...]) -> None:
     program = (

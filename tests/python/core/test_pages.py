@@ -67,7 +67,7 @@ def test_configurations_of_clients_parse() -> None:
 
 def test_variables_of_the_server_exist() -> None:
     pytest.importorskip("pydantic_settings", reason="needs the extra server")
-    from mixedkv.server.settings import ServerSettings
+    from mixedkv_server.settings import ServerSettings
 
     fields = {f"MIXEDKV_{name.upper()}" for name in ServerSettings.model_fields}
     others = {"MIXEDKV_API_KEY", "MIXEDKV_LLM_MODELS"}  # of Zed, of the plugin for llm

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mixedkv import _native
-from mixedkv.server import engines
+from mixedkv_server import engines
 
 pytestmark = pytest.mark.core
 
@@ -24,8 +24,8 @@ try:
     KVStore(sys.argv[1])
 except OSError as error:
     print(error)
-from mixedkv.server import http_server
-from mixedkv.server.engines import ModelWatch
+from mixedkv_server import http_server
+from mixedkv_server.engines import ModelWatch
 print(http_server._allow_connections(100_000))
 with ModelWatch([sys.argv[2]]) as watch:
     print(watch._changes())

@@ -43,13 +43,20 @@ def test_the_files_that_pages_name_are_there() -> None:
     assert not missing
 
 
+def path_of(named: str) -> str:
+    """A file of C++ or of a package beside the core has the package's name; one of the core has none."""
+    if named.startswith("cpp/"):
+        return named
+    return f"python/{named}" if named.startswith("mixedkv_") else f"python/mixedkv/{named}"
+
+
 def test_rules_stand_where_the_architecture_says() -> None:
     page = (REPOSITORY / "docs/architecture.md").read_text("utf-8")
     table = page.partition("## Where a rule stands")[2].partition("\n## ")[0]
     named = re.findall(r"((?:`[\w.]+`(?: and )?)+) in `([\w/.-]+)`", table)
     assert len(named) > 10
     for names, path in named:
-        file = REPOSITORY / (path if path.startswith("cpp/") else f"python/mixedkv/{path}")
+        file = REPOSITORY / path_of(path)
         code = file.read_text("utf-8")
         for name in re.findall(r"[\w.]+", names.replace(" and ", " ")):
             missing = [part for part in name.split(".") if not re.search(rf"\b{part}\b", code)]

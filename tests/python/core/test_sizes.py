@@ -72,7 +72,7 @@ def test_every_option_that_takes_a_size_takes_2gib() -> None:
 
 def test_settings_of_the_server_take_sizes(tmp_path: Path) -> None:
     pytest.importorskip("pydantic_settings")
-    from mixedkv.server.settings import ServerSettings
+    from mixedkv_server.settings import ServerSettings
 
     file = tmp_path / "server.toml"
     file.write_text("max_ram_gb = 3\n")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mixedkv.server.settings import ServerSettings
+from mixedkv_server.settings import ServerSettings
 from support.server_support import running
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")

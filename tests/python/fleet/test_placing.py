@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from mixedkv.ray.placing import Placing
-from mixedkv.ray.prefix import BLOCK, Prefix, prefix_of
+from mixedkv_ray.placing import Placing
+from mixedkv_ray.prefix import BLOCK, Prefix, prefix_of
 
 REPLICAS = ["a", "b", "c"]
 
@@ -128,7 +128,7 @@ def test_what_is_no_prompt_goes_anywhere(body: bytes) -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mixedkv.ray.placing._MAX_BLOCKS", 10)
+    monkeypatch.setattr("mixedkv_ray.placing._MAX_BLOCKS", 10)
     placing = Placing()
     for i in range(20):
         place(placing, "r", prefix_of(chat(text(i))))

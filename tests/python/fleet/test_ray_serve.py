@@ -32,7 +32,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any]]
     import redis
     from ray import serve
 
-    from mixedkv.ray.application import build
+    from mixedkv_ray.application import build
 
     with redis_server(tmp_path_factory.mktemp("redis")) as (_, redis_port):
         port = free_port()
@@ -122,7 +122,7 @@ def test_replicas_come_with_the_load_and_hand_over_when_they_go(
 ) -> None:
     from ray import serve
 
-    from mixedkv.ray import application
+    from mixedkv_ray import application
 
     scaling = application._scaling
 
@@ -173,14 +173,14 @@ def test_replicas_come_with_the_load_and_hand_over_when_they_go(
     ],
 )
 def test_bad_options(options: dict[str, str], message: str) -> None:
-    from mixedkv.ray.application import build
+    from mixedkv_ray.application import build
 
     with pytest.raises(ValueError, match=message):
         build(options)
 
 
 def test_a_remote_that_refuses_us_ends_the_start(tmp_path: Path) -> None:
-    from mixedkv.ray.application import build
+    from mixedkv_ray.application import build
 
     with redis_server(tmp_path, "--requirepass", "secret") as (_, port):
         with pytest.raises(ValueError, match="remote: the server refuses"):
@@ -189,7 +189,7 @@ def test_a_remote_that_refuses_us_ends_the_start(tmp_path: Path) -> None:
 
 
 def test_a_remote_that_is_not_there_does_not(caplog: pytest.LogCaptureFixture) -> None:
-    from mixedkv.ray.application import build
+    from mixedkv_ray.application import build
 
     build({"store_remote": f"redis://127.0.0.1:{free_port()}/0"})
     assert "does not answer: the store goes without it" in caplog.text

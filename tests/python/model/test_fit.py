@@ -11,13 +11,13 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.config import parse_kv
-from mixedkv.doors.keys import Keys
 from mixedkv.model.fit import Beside, ContextPlace, check_room, fit, fit_with_gpu
 from mixedkv.model.footprint import LayerShape, ModelShape, Sliding
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.native.memory import memory_room
-from mixedkv.server.serve import open_server
-from mixedkv.server.settings import ServerSettings
+from mixedkv_server.serve import open_server
+from mixedkv_server.settings import ServerSettings
+from mixedkv_service.keys import Keys
 from support.adapters import write_adapter
 from support.zoo.projector import write_projector
 

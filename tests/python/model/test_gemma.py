@@ -17,11 +17,11 @@ from mixedkv.chunks.donors import DonorIndex
 from mixedkv.engine import Engine, PromptCache, StoreConnector
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.block import KVBlock, LayerRows
-from mixedkv.split.client import SplitClient
-from mixedkv.split.export import export
-from mixedkv.split.head import Head
 from mixedkv.store import KVStore
 from mixedkv_bench.harness.real_text import read_real_text
+from mixedkv_split.client import SplitClient
+from mixedkv_split.export import export
+from mixedkv_split.head import Head
 from support import split_support
 
 pytestmark = pytest.mark.nightly

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from mixedkv.server.pools import Pools
 from mixedkv.work.fair_pool import FairPool
 from mixedkv.work.presence import presence
 from mixedkv.work.turns import TenantLimits
+from mixedkv_server.pools import Pools
 from support.patience import PATIENCE, wait_for
 
 

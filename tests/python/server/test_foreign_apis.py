@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from mixedkv.server import compat
-from mixedkv.server.api_error import ApiError
-from mixedkv.server.app import all_routes
-from mixedkv.server.compat.foreign_api import ForeignAPI
+from mixedkv_server import compat
+from mixedkv_server.api_error import ApiError
+from mixedkv_server.app import all_routes
+from mixedkv_server.compat.foreign_api import ForeignAPI
 from support import REPOSITORY
 
 pytestmark = pytest.mark.core
 
 FILES = sorted(
     path.stem
-    for path in (REPOSITORY / "python/mixedkv/server/compat").glob("*.py")
+    for path in (REPOSITORY / "python/mixedkv_server/compat").glob("*.py")
     if path.stem not in ("__init__", "foreign_api")
 )
 

@@ -9,9 +9,9 @@ import pytest
 
 from mixedkv.bundled import model_path
 from mixedkv.model.gguf_file import read_model_file
-from mixedkv.server.models import served_models
-from mixedkv.server.router.model_process import child_settings, without_folders
-from mixedkv.server.settings import ServerSettings
+from mixedkv_server.models import served_models
+from mixedkv_server.router.model_process import child_settings, without_folders
+from mixedkv_server.settings import ServerSettings
 
 BUNDLED = str(model_path())
 PLACE = Path("/run/here")

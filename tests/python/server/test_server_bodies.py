@@ -18,14 +18,14 @@ from pathlib import Path
 import pytest
 from fastapi.exceptions import RequestValidationError
 
-from mixedkv.doors.settings import in_words
-from mixedkv.server.api.schemas import ChatRequest, CompletionRequest
-from mixedkv.server.api_error import ApiError
-from mixedkv.server.fields import MAX_MESSAGES
-from mixedkv.server.http.json_body import SaidOnce, parse, shown
-from mixedkv.server.pools import LARGE
 from mixedkv.work.fair_pool import FairPool
 from mixedkv.work.turns import unlimited
+from mixedkv_server.api.schemas import ChatRequest, CompletionRequest
+from mixedkv_server.api_error import ApiError
+from mixedkv_server.fields import MAX_MESSAGES
+from mixedkv_server.http.json_body import SaidOnce, parse, shown
+from mixedkv_server.pools import LARGE
+from mixedkv_service.settings import in_words
 from support.patience import PATIENCE
 from support.remote_servers import redis_server
 from support.server_support import MODEL, Server, running

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mixedkv.bundled import model_path
-from mixedkv.server.http.places import ConnectionPlace, Places, Stage, address_of
+from mixedkv_server.http.places import ConnectionPlace, Places, Stage, address_of
 from support.certificates import Authority
 from support.patience import wait_for
 from support.raw_http import KEYS, SHORT, answer, connected, is_closed, post

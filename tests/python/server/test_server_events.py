@@ -17,8 +17,8 @@ from support.server_support import Direct, running
 msgspec = pytest.importorskip("msgspec", reason="msgspec is not installed")
 zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")
 
-from mixedkv.server.kv_events import BLOCK, HeldBlocks, KVEvents  # noqa: E402
 from mixedkv.start.sequences import Sequence  # noqa: E402
+from mixedkv_server.kv_events import BLOCK, HeldBlocks, KVEvents  # noqa: E402
 
 _AS_VLLM: Any = {"array_like": True, "omit_defaults": True, "gc": False}
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from mixedkv.server.http_server import _LONGEST_END
-from mixedkv.server.settings import ServerSettings
+from mixedkv_server.http_server import _LONGEST_END
+from mixedkv_server.settings import ServerSettings
 from support import REPOSITORY
 from support.server_support import Server, running
 
@@ -66,7 +66,7 @@ def test_every_metric_of_dashboard_and_alerts_is_exposed(exposed: dict[str, set[
 
 def test_labels_that_alerts_ask_for_exist() -> None:
     """Of counters that have no sample yet: as the code declares them."""
-    from mixedkv.doors.metrics import Metrics
+    from mixedkv_service.metrics import Metrics
 
     declared = {name: each._labelnames for name, each in Metrics().registry._names_to_collectors.items()}  # type: ignore[attr-defined]
     for where, text in expressions():

@@ -16,8 +16,8 @@ import pytest
 
 from mixedkv import __version__
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.server.http_server import listen
-from mixedkv.server.settings import ServerSettings
+from mixedkv_server.http_server import listen
+from mixedkv_server.settings import ServerSettings
 from support.server_support import MODEL, Server, running
 
 pytestmark = pytest.mark.core

@@ -22,8 +22,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from mixedkv.doors.tls import TLS
-from mixedkv.server.settings import ServerSettings
+from mixedkv_server.settings import ServerSettings
+from mixedkv_service.tls import TLS
 from support.patience import PATIENCE, wait_for
 from support.server_support import MODEL, Server, running
 

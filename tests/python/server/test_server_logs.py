@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from mixedkv.server.logs import Formatter, JSONFormatter, RateLimit, message_of, of_model, request_id
+from mixedkv_server.logs import Formatter, JSONFormatter, RateLimit, message_of, of_model, request_id
 from support.patience import wait_for
 from support.server_support import Server, running
 

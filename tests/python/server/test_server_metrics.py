@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mixedkv.doors.keys import MetricsKey
-from mixedkv.server.app import SharedText
+from mixedkv_server.app import SharedText
+from mixedkv_service.keys import MetricsKey
 from support.server_support import key_file, running
 
 ANNA, BEN, METRICS = "anna-key-0123456789", "ben-key-01234567890", "metrics-key-0123456789"

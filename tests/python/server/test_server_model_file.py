@@ -15,7 +15,7 @@ from typing import IO, Any
 import pytest
 
 from mixedkv.bundled import model_path
-from mixedkv.server.engines import ModelWatch
+from mixedkv_server.engines import ModelWatch
 from support.patience import PATIENCE, wait_for
 from support.server_support import running
 

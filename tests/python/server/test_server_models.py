@@ -20,9 +20,9 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.chunks.gate import last_logits
-from mixedkv.server.engines import speculation_of
-from mixedkv.server.models import served_models
-from mixedkv.server.settings import ServerSettings
+from mixedkv_server.engines import speculation_of
+from mixedkv_server.models import served_models
+from mixedkv_server.settings import ServerSettings
 from support import prefork
 from support.adapters import write_adapter
 from support.patience import wait_for
@@ -135,7 +135,7 @@ def test_an_adapter_is_chosen_as_llama_server_does(server: Server) -> None:
     ],
 )
 def test_a_name_keeps_its_dots(monkeypatch: pytest.MonkeyPatch, given: str, name: str) -> None:
-    monkeypatch.setattr("mixedkv.server.models.find_model", Path)
+    monkeypatch.setattr("mixedkv_server.models.find_model", Path)
     settings = ServerSettings(model=(given,), lora=("models/v1.5.lora.gguf",))
     assert [each.name for each in served_models(settings)] == [name, "v1.5.lora"]
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.server.settings import ServerSettings
+from mixedkv_server.settings import ServerSettings
 from support.server_support import MODEL, Server, running
 
 CHAT = "/v1/chat/completions"

@@ -35,8 +35,8 @@ KINDS = ["one model", "router", "split"]
         "python -m mixedkv serve -m x",
         "/usr/bin/python3 /usr/local/bin/mixedkv serve",
         "python -X importtime -m mixedkv split serve body",
-        "python -m mixedkv.server -m x",
-        "python -m mixedkv.server.model_child one",
+        "python -m mixedkv_server -m x",
+        "python -m mixedkv_server.model_child one",
     ],
 )
 def test_what_starts_a_server_is_known_before_anything_is_imported(words: str) -> None:
@@ -61,7 +61,7 @@ def test_a_hangup_is_remembered_until_it_can_be_followed() -> None:
     program = """
 import os, signal
 from mixedkv._signals import remember_hangups
-from mixedkv.doors.signals import reloading_at_hangup
+from mixedkv_service.signals import reloading_at_hangup
 remember_hangups()
 os.kill(os.getpid(), signal.SIGHUP)
 print("held", flush=True)

@@ -14,7 +14,7 @@ from typing import Any
 import openai
 import pytest
 
-from mixedkv.server.models import chat_format
+from mixedkv_server.models import chat_format
 from support.families import ADD, WEATHER, template_path
 from support.recorded import with_a_token_that_calls
 from support.server_support import MODEL, Server, running

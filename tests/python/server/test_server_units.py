@@ -14,18 +14,18 @@ from typing import Any
 import pytest
 
 from mixedkv.chunks.passages import parse_chunks
-from mixedkv.doors.keys import Keys
 from mixedkv.engine.jobs.job import Delta, Done, Job
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ClosedError, ContextLengthError, QueueFullError
-from mixedkv.server.api.usage import usage
-from mixedkv.server.api_error import ApiError
-from mixedkv.server.pending import PendingRequest
-from mixedkv.server.settings import ServerSettings
-from mixedkv.server.snapshot import of_tenant
-from mixedkv.server.warming import read_warm_file
-from mixedkv.split.split_settings import SplitSettings
 from mixedkv.work.turns import TenantLimits
+from mixedkv_server.api.usage import usage
+from mixedkv_server.api_error import ApiError
+from mixedkv_server.pending import PendingRequest
+from mixedkv_server.settings import ServerSettings
+from mixedkv_server.snapshot import of_tenant
+from mixedkv_server.warming import read_warm_file
+from mixedkv_service.keys import Keys
+from mixedkv_split.split_settings import SplitSettings
 from support.patience import PATIENCE
 from support.server_support import key_file
 
@@ -304,7 +304,7 @@ def test_a_bad_key_file_is_refused(tmp_path: Path, line: str, mode: int) -> None
 
 _HANGS = """
 import logging, sys, threading, time
-from mixedkv.server.http_server import end_within
+from mixedkv_server.http_server import end_within
 logging.basicConfig(level=logging.INFO)
 threading.Thread(target=time.sleep, args=(10_000,), name="a database").start()
 end_within(0.5)

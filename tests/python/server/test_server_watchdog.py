@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mixedkv.server import watchdog
-from mixedkv.server.watchdog import EXIT_CODE, StepWatch
+from mixedkv_server import watchdog
+from mixedkv_server.watchdog import EXIT_CODE, StepWatch
 from support.patience import PATIENCE, wait_for
 from support.server_support import Server
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from mixedkv.doors.keys import Keys
 from mixedkv.engine import Request, Sampling
-from mixedkv.server.api.request_limits import answer_bytes
-from mixedkv.server.api_error import ApiError
-from mixedkv.server.http.middleware import HOLD_ANSWER, BodyLimit
-from mixedkv.server.http.tenant_bytes import MAX_ANSWER_BYTES, TenantBytes
+from mixedkv_server.api.request_limits import answer_bytes
+from mixedkv_server.api_error import ApiError
+from mixedkv_server.http.middleware import HOLD_ANSWER, BodyLimit
+from mixedkv_server.http.tenant_bytes import MAX_ANSWER_BYTES, TenantBytes
+from mixedkv_service.keys import Keys
 from support.server_support import key_file
 
 

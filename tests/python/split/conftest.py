@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mixedkv.split.export import Exported
-from mixedkv.split.head import Head
+from mixedkv_split.export import Exported
+from mixedkv_split.head import Head
 from support import split_support
 
 

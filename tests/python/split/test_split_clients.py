@@ -22,9 +22,9 @@ from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.cli.main import main
 from mixedkv.errors import ContextLengthError
-from mixedkv.split.client import SplitClient, SplitServerError
-from mixedkv.split.export import Exported
-from mixedkv.split.head import Head
+from mixedkv_split.client import SplitClient, SplitServerError
+from mixedkv_split.export import Exported
+from mixedkv_split.head import Head
 from support import split_support
 from support.patience import PATIENCE, wait_for
 from support.split_support import Running

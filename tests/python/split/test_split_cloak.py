@@ -14,10 +14,10 @@ from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.model.gguf_copy import write_and_close
-from mixedkv.split.client import SplitClient
-from mixedkv.split.cloak import rotation
-from mixedkv.split.export import Exported, export
-from mixedkv.split.head import Head
+from mixedkv_split.client import SplitClient
+from mixedkv_split.cloak import rotation
+from mixedkv_split.export import Exported, export
+from mixedkv_split.head import Head
 from support import split_support
 from support.planted import plant
 

@@ -18,14 +18,14 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from mixedkv.doors.keys import Keys
-from mixedkv.split import split_pb2 as pb
-from mixedkv.split import wire
-from mixedkv.split.client import SplitClient, SplitServerError, tls
-from mixedkv.split.export import Exported
-from mixedkv.split.head import Head
-from mixedkv.split.server import read_credentials
-from mixedkv.split.split_settings import SplitSettings
+from mixedkv_service.keys import Keys
+from mixedkv_split import split_pb2 as pb
+from mixedkv_split import wire
+from mixedkv_split.client import SplitClient, SplitServerError, tls
+from mixedkv_split.export import Exported
+from mixedkv_split.head import Head
+from mixedkv_split.server import read_credentials
+from mixedkv_split.split_settings import SplitSettings
 from support import split_support
 from support.certificates import Authority, Certificate
 from support.patience import PATIENCE, wait_for
@@ -164,14 +164,14 @@ def test_a_client_that_sends_nothing_is_let_go(parts: Exported) -> None:
 def test_health(parts: Exported) -> None:
     with split_support.running(parts.body) as server, grpc.insecure_channel(server.address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
-        for name in ("", "mixedkv.split.v1.Split"):
+        for name in ("", "mixedkv_split.v1.Split"):
             answer = stub.Check(health_pb2.HealthCheckRequest(service=name))
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_a_client_without_our_code_learns_the_service_by_reflection(parts: Exported, head: Head) -> None:
     """As grpcurl does: names, descriptors, then a call made of them."""
-    name = "mixedkv.split.v1.Split"
+    name = "mixedkv_split.v1.Split"
     with split_support.running(parts.body) as server, grpc.insecure_channel(server.address) as channel:
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
 
@@ -196,7 +196,7 @@ def test_a_client_without_our_code_learns_the_service_by_reflection(parts: Expor
 
 
 def test_a_split_server_needs_no_web_framework() -> None:
-    program = "import sys, mixedkv.split.server; print(*sys.modules)"
+    program = "import sys, mixedkv_split.server; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert not {"fastapi", "starlette", "uvicorn"} & set(done.stdout.split())
 

@@ -14,9 +14,9 @@ from mixedkv.engine import Engine
 from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.errors import InvalidModelFileError, UnsupportedModelError
 from mixedkv.model.gguf_file import read_model_file
-from mixedkv.split.export import export
-from mixedkv.split.head import Head
-from mixedkv.split.parts import BODY, HEAD, read_part
+from mixedkv_split.export import export
+from mixedkv_split.head import Head
+from mixedkv_split.parts import BODY, HEAD, read_part
 from support import split_support, zoo
 
 
@@ -59,7 +59,7 @@ def test_parts_know_each_other(tmp_path: Path) -> None:
 def test_files_of_another_version_are_refused_by_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mixedkv.split.export.VERSION", 2)
+    monkeypatch.setattr("mixedkv_split.export.VERSION", 2)
     parts = split_support.split(split_support.write("llama-64", tmp_path), tmp_path)
     with pytest.raises(UnsupportedModelError, match="has version 2 of the split format, this package has 1"):
         Head(parts.head)

@@ -11,12 +11,12 @@ import grpc
 import numpy as np
 import pytest
 
-from mixedkv.doors.keys import Keys
-from mixedkv.split import split_pb2 as pb
-from mixedkv.split import wire
-from mixedkv.split.client import SplitClient
-from mixedkv.split.export import Exported
-from mixedkv.split.head import Head
+from mixedkv_service.keys import Keys
+from mixedkv_split import split_pb2 as pb
+from mixedkv_split import wire
+from mixedkv_split.client import SplitClient
+from mixedkv_split.export import Exported
+from mixedkv_split.head import Head
 from support import split_support
 from support.split_support import Running
 

@@ -10,15 +10,15 @@ import grpc
 import pytest
 
 from mixedkv.cli.main import main
-from mixedkv.doors.keys import Keys
 from mixedkv.kv.cache import KVCache
-from mixedkv.split import split_pb2 as pb
-from mixedkv.split import wire
-from mixedkv.split.client import SplitClient, SplitSession
-from mixedkv.split.export import Exported
-from mixedkv.split.head import Head
-from mixedkv.split.session_key import SessionFile, Unwrapper, new_key, wrap
 from mixedkv.store import KVStore
+from mixedkv_service.keys import Keys
+from mixedkv_split import split_pb2 as pb
+from mixedkv_split import wire
+from mixedkv_split.client import SplitClient, SplitSession
+from mixedkv_split.export import Exported
+from mixedkv_split.head import Head
+from mixedkv_split.session_key import SessionFile, Unwrapper, new_key, wrap
 from support import split_support
 
 _PROMPT = list(range(3, 103))

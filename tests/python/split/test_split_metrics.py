@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from mixedkv.split.metrics_door import serve_metrics
+from mixedkv_split.metrics_door import serve_metrics
 from support.patience import PATIENCE
 
 

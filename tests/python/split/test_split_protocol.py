@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mixedkv.split import split_pb2 as pb
-from mixedkv.split import wire
+from mixedkv_split import split_pb2 as pb
+from mixedkv_split import wire
 from support import split_protocol
 
 pytestmark = pytest.mark.core
@@ -24,19 +24,19 @@ def test_generated_modules_are_up_to_date(tmp_path: Path) -> None:
 
     split_protocol.generate(tmp_path)
     for name in split_protocol.NAMES:
-        kept = split_protocol.PYTHON / "mixedkv" / "split" / name
-        assert text(tmp_path / "mixedkv" / "split" / name) == text(kept)
+        kept = split_protocol.PYTHON / "mixedkv_split" / name
+        assert text(tmp_path / "mixedkv_split" / name) == text(kept)
 
 
 def test_hashes_are_those_of_the_proto_file() -> None:
     vectors = np.arange(6, dtype=np.float32).reshape(3, 2)
     data = wire.pack(vectors, pb.F32)
-    h = hashlib.blake2b(b"mixedkv.split.v1" + b"pair" + bytes([2]), digest_size=16).digest()
+    h = hashlib.blake2b(b"mixedkv_split.v1" + b"pair" + bytes([2]), digest_size=16).digest()
     assert wire.first_hash("pair", pb.F32) == h
     for i, found in enumerate(wire.next_hashes(h, data, 3)):
         h = hashlib.blake2b(h + data[8 * i : 8 * i + 8], digest_size=16).digest()
         assert found == h
-    after = h + b"mixedkv.split.v1 drop" + bytes([4, 0, 0, 0, 2, 1, 0, 0])
+    after = h + b"mixedkv_split.v1 drop" + bytes([4, 0, 0, 0, 2, 1, 0, 0])
     assert wire.hash_after_drop(h, 4, 258) == hashlib.blake2b(after, digest_size=16).digest()
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mixedkv import Llama
-from mixedkv.split.client import SplitClient
-from mixedkv.split.head import Head
 from mixedkv.tokens import common_prefix
+from mixedkv_split.client import SplitClient
+from mixedkv_split.head import Head
 from support import split_support
 
 _N_ANSWER = 12

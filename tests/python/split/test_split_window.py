@@ -19,15 +19,15 @@ from mixedkv.chunks.gate import last_logits
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.kv.cache import KVCache
-from mixedkv.split import client as client_module
-from mixedkv.split import split_pb2 as pb
-from mixedkv.split import wire
-from mixedkv.split.client import SplitClient, SplitSession
-from mixedkv.split.export import Exported
-from mixedkv.split.head import Head
-from mixedkv.split.service import SplitService, _RefusedError
-from mixedkv.split.session_key import new_key
 from mixedkv_bench.harness.real_text import read_real_text
+from mixedkv_split import client as client_module
+from mixedkv_split import split_pb2 as pb
+from mixedkv_split import wire
+from mixedkv_split.client import SplitClient, SplitSession
+from mixedkv_split.export import Exported
+from mixedkv_split.head import Head
+from mixedkv_split.service import SplitService, _RefusedError
+from mixedkv_split.session_key import new_key
 from support import split_support
 from support.patience import PATIENCE
 from support.split_support import Running

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from mixedkv import Llama
-from mixedkv.split.client import SplitClient
-from mixedkv.split.export import Exported, export
-from mixedkv.split.head import Head
 from mixedkv_bench.harness.real_text import KINDS, read_real_text
+from mixedkv_split.client import SplitClient
+from mixedkv_split.export import Exported, export
+from mixedkv_split.head import Head
 from support import split_support
 
 _PROMPTS = int(os.environ.get("PROMPTS", "4"))  # of the four kinds of text in turn

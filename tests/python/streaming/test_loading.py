@@ -17,9 +17,9 @@ from mixedkv import Llama, terminal
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.model.gguf_file import read_model_file
-from mixedkv.server.engines import load_model
-from mixedkv.server.models import served_models
-from mixedkv.server.settings import ServerSettings
+from mixedkv_server.engines import load_model
+from mixedkv_server.models import served_models
+from mixedkv_server.settings import ServerSettings
 from support.patience import PATIENCE, wait_for
 from support.tools.random_model import RandomModel
 

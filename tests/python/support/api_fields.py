@@ -12,9 +12,9 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from mixedkv.server.api.schemas import ChatRequest, CompletionRequest, EmbeddingRequest
-from mixedkv.server.compat.responses import ResponsesRequest
-from mixedkv.server.fields import IGNORED, REFUSED, Model
+from mixedkv_server.api.schemas import ChatRequest, CompletionRequest, EmbeddingRequest
+from mixedkv_server.compat.responses import ResponsesRequest
+from mixedkv_server.fields import IGNORED, REFUSED, Model
 
 ENDPOINTS: dict[str, tuple[type, type[Model]]] = {
     "/v1/chat/completions": (chat_create_params.CompletionCreateParamsBase, ChatRequest),

@@ -25,8 +25,8 @@ from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.request import Request
 from mixedkv.images.projector import Projector
 from mixedkv.model.gguf_file import n_layers, read_model_file
-from mixedkv.split.export import export
 from mixedkv.store import KVStore
+from mixedkv_split.export import export
 from support import zoo
 from support.adapters import write_adapter
 from support.crossing.subject import model_file

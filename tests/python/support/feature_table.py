@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from mixedkv.server.settings import ServerSettings
+from mixedkv_server.settings import ServerSettings
 from support import TESTS
 from support.feature_cross import FEATURES, Table, pairs
 from support.llama_server.exceptions import table

@@ -22,7 +22,7 @@ from typing import IO
 
 from support.patience import PATIENCE
 
-_IMPORTED = ("mixedkv.cli", "mixedkv.server.serve", "mixedkv.sessions.metadata_sqlite", "gguf")
+_IMPORTED = ("mixedkv.cli", "mixedkv_server.serve", "mixedkv.sessions.metadata_sqlite", "gguf")
 
 
 def run(arguments: Sequence[str], stdin: str = "") -> subprocess.CompletedProcess[str]:

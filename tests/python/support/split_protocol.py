@@ -1,4 +1,4 @@
-"""Writes python/mixedkv/split/split_pb2*.py from split.proto, after the protocol was changed:
+"""Writes python/mixedkv_split/split_pb2*.py from split.proto, after the protocol was changed:
 
 python tests/python/support/split_protocol.py
 """
@@ -16,11 +16,11 @@ NAMES = ("split_pb2.py", "split_pb2.pyi")
 
 
 def generate(folder: Path) -> None:
-    """Write the modules into `folder`/mixedkv/split."""
+    """Write the modules into `folder`/mixedkv_split."""
     common = resources.files("grpc_tools") / "_proto"
     arguments = [f"-I{PYTHON}", f"-I{common}"]
     arguments += [f"--{kind}_out={folder}" for kind in ("python", "pyi")]
-    if protoc.main(["protoc", *arguments, "mixedkv/split/split.proto"]) != 0:
+    if protoc.main(["protoc", *arguments, "mixedkv_split/split.proto"]) != 0:
         sys.exit("protoc failed")
 
 

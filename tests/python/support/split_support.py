@@ -14,18 +14,18 @@ import grpc
 import numpy as np
 
 from mixedkv import Llama
-from mixedkv.doors.keys import Keys
-from mixedkv.doors.metrics import Metrics
 from mixedkv.engine.engine import Engine
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.native.detokenizer import Detokenizer
 from mixedkv.native.llama_cpp import vocab
-from mixedkv.split.client import SplitClient
-from mixedkv.split.export import Exported, export
-from mixedkv.split.head import Head
-from mixedkv.split.parts import BODY, read_part
-from mixedkv.split.server import open_engine, start
-from mixedkv.split.split_settings import SplitSettings
+from mixedkv_service.keys import Keys
+from mixedkv_service.metrics import Metrics
+from mixedkv_split.client import SplitClient
+from mixedkv_split.export import Exported, export
+from mixedkv_split.head import Head
+from mixedkv_split.parts import BODY, read_part
+from mixedkv_split.server import open_engine, start
+from mixedkv_split.split_settings import SplitSettings
 from support import zoo
 
 # architectures that can be split, with what is special about their graphs

@@ -27,7 +27,7 @@ from typing import Any
 from mixedkv.cli.main import main
 from mixedkv.engine.batch.batch import Batch
 from mixedkv.engine.engine import Engine
-from mixedkv.server.pending import Delivery
+from mixedkv_server.pending import Delivery
 
 MOST_SECONDS = 0.1
 _USUAL = 0.025  # what `_piece_of_python` takes on the machine on which attacks were measured

@@ -12,7 +12,7 @@ from typing import Any
 
 from mixedkv.cli.main import main
 from mixedkv.engine.schedule.scheduler import Scheduler
-from mixedkv.server import watchdog
+from mixedkv_server import watchdog
 
 _PLANTED = Path(sys.argv[1])
 _admit = Scheduler.admit

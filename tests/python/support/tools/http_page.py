@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
-from mixedkv.server.app import make_app
-from mixedkv.server.settings import ServerSettings
+from mixedkv_server.app import make_app
+from mixedkv_server.settings import ServerSettings
 
 _HEAD = """\
 # HTTP

@@ -1,4 +1,0 @@
-"""An OpenAI-compatible server on one llama.cpp context: `mixedkv serve`, or `python -m mixedkv.server`.
-
-This package is the HTTP side of `mixedkv.engine`, which generates the answers. It needs `mixedkv[server]`.
-"""
