@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mixedkv.bundled import limits_of_the_model
-from mixedkv.cli.chat_commands import ChatCommands, ChatHistory
+from mixedkv.cli.chat_commands import ChatCommands, ChatHistory, SeveralLines
 from mixedkv.cli.chat_terminal import StopSignal, markdown_shown, questions, show_markdown
 from mixedkv.cli.model import (
     add_llama_arguments,
@@ -137,23 +136,29 @@ def _talk(
         what = str(llm.fitted or f"{llm.n_ctx():,} tokens, {args.kv or 'mixed'}")
         _tell(f"{name}, {what}; /? lists commands, Ctrl-D ends")
     took = ""
-    commands = ChatCommands(llm, history, lambda: took, images.read if images is not None else None)
+    read = images.read if images is not None else None
+    commands = ChatCommands(llm, history, lambda: took, read, options)
     for text in _questions(history):
         if commands.ends(text):
             return
-        if (told := commands.run(text)) is not None:
+        if (again := commands.again(text)) is not None:
+            before, question = again
+        elif (told := commands.run(text)) is not None:
             _tell(told)
             continue
-        question: dict[str, Any] = {"role": "user", "content": text, **commands.take_images()}
+        else:
+            before, question = history.messages, {"role": "user", "content": text, **commands.take_images()}
         begin = time.perf_counter()
-        messages = [*history.messages, question]
-        result, stopped = _answer(llm, cache, images, messages, args.plain, options)
+        result, stopped = _answer(llm, cache, images, [*before, question], args.plain, options)
         if result is not None and (result.text or not stopped):
+            if again is not None:
+                history.replace(before)
             history.add(question, result.message)
             took = _took(result, time.perf_counter() - begin)
             _tell(("stopped; " if stopped else "") + took)
         else:
-            _tell("stopped before the answer began: the question is not kept")
+            kept = "the former answer stays" if again is not None else "the question is not kept"
+            _tell(f"stopped before the answer began: {kept}")
         if stopped and not sys.stdin.isatty():
             raise KeyboardInterrupt
 
@@ -210,7 +215,21 @@ def _answer(
 def _questions(history: ChatHistory) -> Iterator[str]:
     if sys.stdin.isatty() and sys.stderr.isatty():
         return questions([message["content"] for message in history.messages if message["role"] == "user"])
-    return takewhile(bool, (line.strip() for line in sys.stdin))
+    return _piped_questions()
+
+
+def _piped_questions() -> Iterator[str]:
+    """Yield a question for each line up to an empty one, and for the lines between two marks."""
+    several = SeveralLines()
+    for line in sys.stdin:
+        text = several.add(line.rstrip("\n") if several.is_open else line.strip())
+        if text is None:
+            continue
+        if not text:
+            return
+        yield text
+    if several.is_open:
+        raise ValueError('standard input ends within a question that began with """: end it with """')
 
 
 def _took(result: Generation, seconds: float) -> str:

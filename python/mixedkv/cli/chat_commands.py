@@ -8,11 +8,13 @@ import base64
 import json
 import os
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mixedkv.atomic_write import write_atomically
+from mixedkv.cli.model import settable
 from mixedkv.llama import Llama
 from mixedkv.store.encryption import Cipher, PlainCipher
 from mixedkv.store.entry_row import EntryError
@@ -106,18 +108,49 @@ def _context(i: int) -> bytes:
 
 _COMMAND = re.compile(r"/([a-z]+|\?)(?:\s+(.+))?", re.DOTALL)  # "/etc/hosts is empty, why?" is a question
 _ENDS = ("bye", "exit", "quit")
-_ALSO = {"?": "help"}
+_ENDS_BARE = ("exit", "quit")  # as in a shell, without the slash
+_ALSO = {"?": "help", "retry": "regenerate"}
+_MARK = '"""'
 _HELP = {
-    "bye": "/bye           end the chat, as Ctrl-D does; /exit and /quit too",
+    "bye": "/bye           end the chat, as Ctrl-D does; exit and quit too, with or without the slash",
     "clear": "/clear         forget the questions and answers so far",
     "help": "/help          list the commands; /? too",
     "image": "/image FILE    ask the next question about an image",
     "kv": "/kv            show what the KV cache holds, and in which types",
+    "regenerate": "/regenerate    answer the last question again",
     "save": "/save FILE     write the chat to FILE.md or FILE.json",
+    "set": "/set NAME X    set an option of the sampling, such as temperature; without NAME, list them",
     "stats": "/stats         say what the last answer took",
     "system": "/system TEXT   set the system message; without TEXT, show it",
     "undo": "/undo          take back the last question and its answer",
 }
+_HELP_END = f"{_MARK}            begins and ends a question of several lines"
+
+
+class SeveralLines:
+    """Joins the lines from one that begins with three quotation marks to one that ends with them."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+        self.is_open = False
+
+    def add(self, line: str) -> str | None:
+        """Return a whole question; None while its end is missing."""
+        if not self.is_open:
+            if not line.startswith(_MARK):
+                return line
+            line = line.removeprefix(_MARK)
+            self._lines, self.is_open = [], True
+        end = line.rstrip().endswith(_MARK)
+        self._lines.append(line.rstrip().removesuffix(_MARK) if end else line)
+        if not end:
+            return None
+        self.is_open = False
+        return "\n".join(self._lines).strip()
+
+    def drop(self) -> None:
+        """Forget a question that has no end."""
+        self.is_open = False
 
 
 class ChatCommands:
@@ -128,6 +161,7 @@ class ChatCommands:
         history: the chat's messages, which /undo and /system change.
         last: returns a line about the last answer, "" before the first.
         read: reads an image file, and raises what is wrong with it; None if the model sees no images.
+        options: those of the next answers, which /set changes.
     """
 
     def __init__(
@@ -136,8 +170,10 @@ class ChatCommands:
         history: ChatHistory,
         last: Callable[[], str],
         read: Callable[[str], object] | None = None,
+        options: dict[str, Any] | None = None,
     ) -> None:
         self._llm, self._history, self._last, self._read = llm, history, last, read
+        self._options = {} if options is None else options
         self._images: list[str] = []
 
     def take_images(self) -> dict[str, list[str]]:
@@ -148,7 +184,18 @@ class ChatCommands:
     @staticmethod
     def ends(line: str) -> bool:
         """Return whether a line ends the chat."""
-        return line.startswith("/") and line[1:] in _ENDS
+        return line in _ENDS_BARE or (line.startswith("/") and line[1:] in _ENDS)
+
+    def again(self, line: str) -> tuple[list[dict[str, Any]], dict[str, Any]] | None:
+        """Return the messages before the last question, and the question, if a line asks for its answer
+        again.
+        """
+        found = _COMMAND.fullmatch(line)
+        if found is None or found[2] or _ALSO.get(found[1], found[1]) != "regenerate":
+            return None
+        messages = self._history.messages
+        asked = [i for i, each in enumerate(messages) if each["role"] == "user"]
+        return (messages[: asked[-1]], messages[asked[-1]]) if asked else None
 
     def run(self, line: str) -> str | None:
         """Carry out a command and return its output; None if the line is a question."""
@@ -158,13 +205,33 @@ class ChatCommands:
         name, text = _ALSO.get(found[1], found[1]), (found[2] or "").strip()
         if name not in _HELP:
             return f"there is no command /{name}: " + ", ".join(f"/{each}" for each in _HELP)
-        if text and name not in ("image", "save", "system"):
+        if text and name not in ("image", "save", "set", "system"):
             return f"/{name} takes nothing behind it"
         command: Callable[[str], str] = getattr(self, f"_{name}")
         return command(text)
 
     def _help(self, _text: str) -> str:
-        return "\n".join(_HELP.values())
+        return "\n".join([*_HELP.values(), _HELP_END])
+
+    def _regenerate(self, _text: str) -> str:
+        return "there is no question to answer again"
+
+    def _set(self, text: str) -> str:
+        """Set an option as the command line has it; Ollama's `/set parameter NAME X` is the same."""
+        name, _, value = text.removeprefix("parameter ").strip().partition(" ")
+        name = name.removeprefix("--").replace("-", "_")
+        if name == "system":
+            return self._system(value.strip().strip('"'))
+        if not name:
+            return "\n".join(f"{each} {value}" for each, value in sorted(self._options.items()))
+        try:
+            name, read = settable(name)
+            if not value:
+                return f"{name} is {self._options.get(name, 'not set')}: /set {name} VALUE changes it"
+            self._options[name] = read(value.strip())
+        except (ValueError, ArgumentTypeError) as error:
+            return f"not set: {error}"
+        return f"{name} is {self._options[name]}"
 
     def _kv(self, _text: str) -> str:
         return str(self._llm.kv.stats())

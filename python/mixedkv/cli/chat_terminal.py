@@ -23,6 +23,7 @@ from rich.live import Live
 from rich.markdown import Heading, Markdown
 from rich.segment import Segment
 
+from mixedkv.cli.chat_commands import SeveralLines
 from mixedkv.llama import Llama
 from mixedkv.terminal import printable, shown_on
 
@@ -41,14 +42,18 @@ def questions(former: Sequence[str]) -> Iterator[str]:
     session: PromptSession[str] = PromptSession(
         "> ", history=InMemoryHistory(former), key_bindings=_keys(), output=create_output(stdout=sys.stderr)
     )
-    asked = False
+    asked, several = False, SeveralLines()
     with _keys_wait():
         while True:
             try:
-                text = session.prompt().strip()
+                line = session.prompt("... " if several.is_open else "> ")
+                text = several.add(line if several.is_open else line.strip())
             except EOFError:
                 return
             except KeyboardInterrupt:
+                if several.is_open:
+                    several.drop()
+                    continue
                 if asked:
                     raise
                 asked = True

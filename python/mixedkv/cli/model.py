@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from mixedkv.cli.words import (
     last_n,
     layer_count,
     layers,
+    length,
     memory,
     positive,
     temperature,
@@ -34,6 +35,7 @@ from mixedkv.model.named_model import is_of_hub
 from mixedkv.model.sampling_defaults import sampling_defaults
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.chat_formats import chat_formatter, format_name
+from mixedkv.nearest_word import did_you_mean
 from mixedkv.prompts.content_marks import CONTENT_TOKENS
 from mixedkv.terminal import LoadingBar
 
@@ -92,6 +94,29 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for flag, metavar, kind, text in _SAMPLING:
         add(group, flag, metavar, text, kind)
+
+
+_AS_ARGUMENTS = {"temp": "temperature", "n_predict": "max_tokens"}  # of `create_completion`
+_FIXED = "repeat_last_n"  # of a model that is loaded
+
+
+def settable(name: str) -> tuple[str, Callable[[str], Any]]:
+    """Return an option of the sampling that can change between two answers, and what reads its value.
+
+    Raises:
+        ValueError: there is no such option, or it can be given at the start only.
+    """
+    kinds: dict[str, Callable[[str], Any]] = {"max_tokens": length}
+    for flag, _, kind, _ in _SAMPLING:
+        option = flag.removeprefix("--").replace("-", "_")
+        kinds[_AS_ARGUMENTS.get(option, option)] = kind
+    name = _AS_ARGUMENTS.get(name, name)
+    if name == _FIXED:
+        raise ValueError(f"{name} is fixed when the chat begins: start it with --repeat-last-n")
+    del kinds[_FIXED]
+    if name not in kinds:
+        raise ValueError(f"there is no {name}{did_you_mean(name, kinds)}: use {', '.join(sorted(kinds))}")
+    return name, kinds[name]
 
 
 def sampling_options(args: argparse.Namespace, path: Path) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def test_commands_are_not_for_the_model(tmp_path: Path) -> None:
     for said in (
         "/undo          take back",
         "nothing was answered yet",
-        "there is no command /nonsense: /bye, /clear, /help, /image, /kv, /save, /stats, /system, /undo",
+        "there is no command /nonsense: /bye, /clear, /help, /image, /kv, /regenerate, /save, /set, /stats",
         "/kv takes nothing behind it",
         "ends in .md or .json",
         "there is no system message",
@@ -73,6 +73,55 @@ def test_commands_are_not_for_the_model(tmp_path: Path) -> None:
     ):
         assert said in done.stderr
     assert len(chat("/etc/hosts is empty, why?\n").stdout.splitlines()) >= 1
+
+
+def test_lines_between_marks_are_one_question(tmp_path: Path) -> None:
+    folder = tmp_path / "talk"
+    chat('"""\nThe code of the mill is 7.\n\n  ls /\nWhat is it?"""\n"""Again?"""\n', "--history", folder)
+    lines = [json.loads(line) for line in (folder / "messages.jsonl").read_text().splitlines()]
+    asked = [each["content"] for each in lines if each["role"] == "user"]
+    assert asked == ["The code of the mill is 7.\n\n  ls /\nWhat is it?", "Again?"]
+    assert "end it with" in chat('"""\nNo end\n', code=2).stderr
+
+
+@pytest.mark.parametrize("word", ["exit", "quit", "/bye", "/exit"])
+def test_a_word_ends_a_chat(word: str) -> None:
+    done = chat(f"{word}\nWhat is the code of the mill?\n")
+    assert (done.stdout, done.stderr.count("first token")) == ("", 0)
+
+
+def test_options_are_set_between_answers() -> None:
+    talk = "/set parameter temperature 0\n/set n_predict 3\n/set top-k\n/set\nHello\n/set topk 5\n"
+    talk += '/set temperature hot\n/set repeat_last_n 3\n/set system "Be brief."\n/system\n'
+    done = chat(talk)
+    for said in (
+        "temperature is 0.0",
+        "max_tokens is 3",
+        "top_k is 40: /set top_k VALUE changes it",
+        "\nmax_tokens 3\n",
+        "there is no topk (did you mean top_k?)",
+        "not set: 'hot'",
+        "repeat_last_n is fixed when the chat begins",
+        "system message: Be brief.",
+    ):
+        assert said in done.stderr, said
+    assert len(done.stdout.split()) <= 3  # of 12 tokens
+
+
+def test_the_last_question_is_answered_again(tmp_path: Path) -> None:
+    folder = tmp_path / "talk"
+    talk = "/regenerate\nWhat is the code of the mill?\n/set n_predict 2\n/regenerate\n"
+    done = chat(talk, "--history", folder)
+    assert "there is no question to answer again" in done.stderr
+    first, second = done.stdout.splitlines()
+    assert first.startswith(second)
+    assert len(second) < len(first)
+    question, answer = (json.loads(line) for line in (folder / "messages.jsonl").read_text().splitlines())
+    assert (question["role"], answer["role"]) == ("user", "assistant")
+    assert answer["content"] == second
+    (_, evaluated, _), (cached, again, _) = took(done)
+    assert cached > again  # nothing of the question but its end is evaluated again
+    assert evaluated > again
 
 
 def test_commands_of_a_chat(tmp_path: Path) -> None:

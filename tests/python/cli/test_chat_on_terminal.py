@@ -81,6 +81,20 @@ def test_what_is_pasted_beside_an_answer_is_the_next_question(tmp_path: Path, en
     ]
 
 
+def test_lines_between_marks_are_typed_one_by_one(tmp_path: Path) -> None:
+    with chat("-n", "4", "--history", tmp_path) as terminal:
+        terminal.expect(">")
+        terminal.press('"""Given up\r')
+        terminal.expect("\\.\\.\\.")
+        terminal.press(CTRL_C)
+        terminal.press('"""The code of the mill is 7.\r\r  What is it?\r"""\r')
+        terminal.expect("first token after")
+        terminal.press("exit\r")
+        assert terminal.end() == 0
+    (question, _) = messages(tmp_path)
+    assert question["content"] == "The code of the mill is 7.\n\n  What is it?"
+
+
 def test_an_empty_line_asks_nothing(tmp_path: Path) -> None:
     with chat("-n", "4", "--history", tmp_path) as terminal:
         terminal.expect(">")
