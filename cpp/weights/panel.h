@@ -71,7 +71,7 @@ struct panel_rows {
     }
 
     template <class Row>
-    MIXEDKV_INLINE void open_unit(int64_t unit, panel_block<V, Row, N> * blocks) const {
+    MIXEDKV_INLINE void unpack_unit(int64_t unit, panel_block<V, Row, N> * blocks) const {
 #pragma GCC unroll 2
         for (int i = 0; i < N; i++) {
             to_panel<V, Row, N> out = { blocks, i };
@@ -201,7 +201,7 @@ void run_panels(const weights_product & p, int64_t row_0, int64_t row_1) {
                 constexpr size_t bytes = N * V::lanes * sizeof(Row) / Row::together;
                 fetch(next, bytes);
                 next += bytes;
-                rows.template open_unit<Row>((b_0 + b) / Row::blocks, panel + b);
+                rows.template unpack_unit<Row>((b_0 + b) / Row::blocks, panel + b);
             }
             int64_t c = 0;
             for (; c + Columns <= p.n_columns; c += Columns) {

@@ -63,10 +63,10 @@ mask_kernel(uint16_t * mask, int n_cold, int width) {
 
 // Rows as F16, [n, n_head_kv, d]
 template <class Rows, int d, int unit>
-MIXEDKV_DEVICE void open_plainly(const char * from, uint16_t * to) {
+MIXEDKV_DEVICE void dequantise_plainly(const char * from, uint16_t * to) {
     uint32_t  y[4];
     const int t = lane() % 4;
-    Rows::template open_runs<unit>(from, t, y);
+    Rows::template dequantise_runs<unit>(from, t, y);
     if (lane() < 4) {
         for (int i = 0; i < 4; i++) {
             const int at = 32 * unit + (i < 2 ? Rows::first_run(t) : Rows::second_run(t)) + 2 * (i % 2);
@@ -75,15 +75,15 @@ MIXEDKV_DEVICE void open_plainly(const char * from, uint16_t * to) {
         }
     }
     if constexpr (unit + 1 < d / 32) {
-        open_plainly<Rows, d, unit + 1>(from, to);
+        dequantise_plainly<Rows, d, unit + 1>(from, to);
     }
 }
 
 template <class Rows, int d>
 MIXEDKV_KERNEL(32, 1)
-open_kernel(const char * from, uint16_t * to) {
+dequantise_kernel(const char * from, uint16_t * to) {
     const int64_t at = block_x();
-    open_plainly<Rows, d, 0>(from + at * row_bytes<Rows>(d), to + at * d);
+    dequantise_plainly<Rows, d, 0>(from + at * row_bytes<Rows>(d), to + at * d);
 }
 
 // A query row by one warp, key by key, from rows in F16
@@ -188,13 +188,13 @@ class head_times {
     using buffer = device_buffer<Device>;
 
     static constexpr int    chunk     = 4096; // rows that are stored at a time
-    static constexpr double tolerance = 5e-3; // Q, weights and opened values are rounded to F16
+    static constexpr double tolerance = 5e-3; // Q, weights and dequantised values are rounded to F16
 
     Device &              device;
     const times_options & o;
     const int             most;
     buffer                rows_k[6], rows_v[6]; // by type
-    buffer                open_k, open_v, from_k, from_v, numbers, hot, queries, mask, sums, weights, out, plain;
+    buffer                f16_k, f16_v, from_k, from_v, numbers, hot, queries, mask, sums, weights, out, plain;
     int                   failures = 0;
 
     static int bytes_of(stored_type type) {
@@ -277,9 +277,9 @@ class head_times {
     std::vector<float> compute_plainly(int depth, int n_tokens) {
         const attention_problem p = problem(depth, n_tokens, Pair::type_k, Pair::type_v, 0);
         const size_t            n = size_t(depth) * o.n_head_kv;
-        uint16_t *              k = open_k.template get<uint16_t>(n * d), *v = open_v.template get<uint16_t>(n * d);
-        device.launch({ int(n), 1, 1 }, 32, size_t(0), open_kernel<typename Pair::K, d>, p.cold.k.data, k);
-        device.launch({ int(n), 1, 1 }, 32, size_t(0), open_kernel<typename Pair::V, d>, p.cold.v.data, v);
+        uint16_t *              k = f16_k.template get<uint16_t>(n * d), *v = f16_v.template get<uint16_t>(n * d);
+        device.launch({ int(n), 1, 1 }, 32, size_t(0), dequantise_kernel<typename Pair::K, d>, p.cold.k.data, k);
+        device.launch({ int(n), 1, 1 }, 32, size_t(0), dequantise_kernel<typename Pair::V, d>, p.cold.v.data, v);
         float * to = plain.template get<float>(size_t(n_tokens) * o.n_head * d);
         device.launch({ n_tokens, o.n_head, 1 }, 32, size_t(0), plain_kernel<d>, p, static_cast<const uint16_t *>(k),
                       static_cast<const uint16_t *>(v), to);
@@ -501,7 +501,7 @@ class head_times {
         device(device), o(o), most(*std::max_element(o.depths.begin(), o.depths.end())),
         rows_k{ buffer(device), buffer(device), buffer(device), buffer(device), buffer(device), buffer(device) },
         rows_v{ buffer(device), buffer(device), buffer(device), buffer(device), buffer(device), buffer(device) },
-        open_k(device), open_v(device), from_k(device), from_v(device), numbers(device), hot(device), queries(device),
+        f16_k(device), f16_v(device), from_k(device), from_v(device), numbers(device), hot(device), queries(device),
         mask(device), sums(device), weights(device), out(device), plain(device) {}
 
     // How many results were wrong
