@@ -36,7 +36,7 @@ class Sequence:
         checkpoints: what it held besides rows when it was shorter, in order of length.
         whole: it still holds what the token at its end reads.
         stitched: some of its rows were computed elsewhere: only who accepts that goes on from them.
-        chunks: what the request asked of these rows that put them together; None where it asked nothing.
+        reuse_options: what the request asked of rows that were computed elsewhere; None for nothing.
         gap: what of a longer prompt was left out; where it is `stitched` too, rows behind were moved down,
             and nobody but the next turn goes on from them.
         shared: other sequences may have its rows at the positions below.
@@ -55,7 +55,7 @@ class Sequence:
     checkpoints: list[Checkpoint] = field(default_factory=list)
     whole: bool = True
     stitched: bool = False
-    chunks: object | None = None
+    reuse_options: object | None = None
     gap: Gap | None = None
     shared: int = 0
     session: str | None = None
@@ -212,19 +212,19 @@ class SequencePool:
                 len(seq.checkpoints),
                 seq.running,
                 seq.whole,
-                seq.chunks,
+                seq.reuse_options,
             )
             for seq in self._all
         )
 
     def match(
-        self, tenant: str, prompt: Tokens, accept: Reuse | None = None, chunks: object | None = None
+        self, tenant: str, prompt: Tokens, accept: Reuse | None = None, reuse_options: object | None = None
     ) -> SequenceMatch:
         """Find the longest usable cached prefix of a prompt, at most all but its last token.
 
         Args:
             accept: which rows may be reused; None is the pool's default.
-            chunks: how rows that were computed elsewhere must have been asked for; None takes all.
+            reuse_options: how rows that were computed elsewhere must have been asked for; None takes all.
         """
         exact_only = self.is_exact_only(accept)
         best = NO_MATCH
@@ -232,7 +232,10 @@ class SequencePool:
             if (
                 seq.tenant == tenant
                 and seq.tokens
-                and (not seq.stitched or (_is_chunks(seq, accept) and chunks in (None, seq.chunks)))
+                and (
+                    not seq.stitched
+                    or (_is_chunks(seq, accept) and reuse_options in (None, seq.reuse_options))
+                )
             ):
                 n = min(seq.common(prompt), len(prompt) - 1)
                 if n >= self._min_shared or (seq.keep and 0 < n == len(seq.tokens)):
@@ -336,7 +339,7 @@ class SequencePool:
         seq.keep = seq.paused = False
         seq.whole, seq.windowless = True, False
         seq.stitched = source is not None and (source.stitched or match.dropped > 0)
-        seq.chunks = source.chunks if source is not None and seq.stitched else None
+        seq.reuse_options = source.reuse_options if source is not None and seq.stitched else None
         seq.gap, seq.n_prompt = None, 0
         if source is not None:  # a prefix that is shared counts as used, however old it is
             self.touch(source)

@@ -122,7 +122,7 @@ class Progress(PromptTokens):
         """
         assert self.seq is not None
         self.seq.tokens.extend(self.tokens[self.n_rows : self.n_rows + part.n_tokens])
-        self.seq.stitched, self.seq.chunks = True, self.request.reuse_options
+        self.seq.stitched, self.seq.reuse_options = True, self.request.reuse_options
         self.work.add_reused(n_reused)
         self.drop_optional_parts()
 
