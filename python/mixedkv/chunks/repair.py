@@ -76,21 +76,6 @@ class Method:
         return self.overlap_k
 
 
-def method_of(method: Method | Repair | None, default: Method) -> Method:
-    """Return a method, which may be given by its repair alone.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if method is None:
-        return default
-    if isinstance(method, str):
-        return Method(repair=method)
-    if not isinstance(method, Method):
-        raise ValueError(f"method={method!r}: use a Method, or one of {', '.join(REPAIRS)}")
-    return method
-
-
 def at_seams(segments: Sequence[Segment], n: int, *, first: int, last: int) -> Mask:
     """Return the first and last tokens of each segment, bool [n]."""
     mask = np.zeros(n, np.bool_)

@@ -13,9 +13,10 @@ from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.embed.embedder import Embedder
 from mixedkv.engine.engine import Engine
+from mixedkv.engine.generation import Generation
 from mixedkv.engine.inbox import deliver_directly
 from mixedkv.engine.jobs.job import Delta, Done, Failed, Job
-from mixedkv.engine.prompt_cache import Generation, PromptCache
+from mixedkv.engine.prompt_cache import PromptCache
 from mixedkv.engine.sample.sampler import TokenLogprob
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.contract import Observer

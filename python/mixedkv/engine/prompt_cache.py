@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import CancelledError
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import partial
 from types import TracebackType
 from typing import Any, cast, get_args, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from mixedkv.chunks.chunk_reuse import ChunkChoice, ChunkReuse, Repair
+from mixedkv.chunks.chunk_reuse import ChunkChoice, Repair
 from mixedkv.chunks.gate import Deviation, compare, last_logits
 from mixedkv.chunks.passages import ChunkOptions
 from mixedkv.chunks.repair import Method
 from mixedkv.engine.answer import Answer
 from mixedkv.engine.chat.tokenizer import Prompt, Tokenizer
 from mixedkv.engine.chat_call import Message, chat_of, submit_options
+from mixedkv.engine.chat_stream import ChatStream
 from mixedkv.engine.connect.chunk_connector import ChunkConnector
 from mixedkv.engine.connect.store_connector import StoreConnector
 from mixedkv.engine.engine import Engine
+from mixedkv.engine.generation import Generation, generation_of
 from mixedkv.engine.jobs.job import Job
-from mixedkv.engine.sample.sampler import TokenLogprob
 from mixedkv.engine.schedule.request import Request
-from mixedkv.engine.text.answer_reader import Part, ReadAnswer
-from mixedkv.errors import ContextLengthError, StoppedError, UnsupportedModelError
+from mixedkv.errors import ContextLengthError, UnsupportedModelError
 from mixedkv.ids import check_id, check_session_id, check_tenant, new_id
 from mixedkv.limits import check_int
 from mixedkv.llama import Llama
@@ -41,68 +41,6 @@ from mixedkv.tokens import Tokens, as_tokens
 log = logging.getLogger("mixedkv.engine")
 
 _OF_CHUNKS = {each.name for each in fields(ChunkOptions)}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Generation:
-    """An answer and what it took.
-
-    Attributes:
-        message: the answer to a chat, in OpenAI's form with a `message_id`, to append to the messages.
-        tokens: of the answer.
-        finish_reason: "stop", "tool_calls", or "length" at max_tokens or the context's end.
-        ttft_ms, total_ms: time from the call to the first token and to the end, with tokenizing, waiting and
-            the store. After `warm`, which generates no token, both are the time to the end.
-        prompt_tokens: tokens of the prompt, as OpenAI counts them.
-        cached, evaluated: tokens of the prompt that had KV already, and that were evaluated. The others were
-            dropped before, see `overflow`.
-        completion_tokens: tokens of the answer.
-        dropped: tokens of prompt and answer that are no longer in the context.
-        stored: tokens newly stored when the call returned; an engine with a thread stores them later.
-        tier: where the cached tokens' KV came from: "context", "ram", "disk" or "remote"; "" if all were
-            evaluated.
-        exact: the answer equals that of an evaluation from the first token.
-        approximate: tokens of the prompt whose rows come from another prompt.
-        matched_message_id: the newest message of a chat whose stored KV the prompt goes on from.
-        logprobs: of the answer's tokens, if they were asked for.
-        chunks: how chunks of other prompts were put together; None where there are none.
-        reason: why something stored could not be used, or the answer not be stored.
-    """
-
-    text: str
-    message: dict[str, Any]
-    tokens: tuple[int, ...]
-    finish_reason: str
-    ttft_ms: float
-    total_ms: float
-    prompt_tokens: int
-    cached: int
-    evaluated: int
-    completion_tokens: int
-    dropped: int
-    stored: int
-    tier: str
-    exact: bool
-    approximate: int
-    matched_message_id: str | None = None
-    logprobs: tuple[TokenLogprob, ...] = ()
-    chunks: ChunkReuse | None = None
-    reason: str = ""
-
-    @property
-    def cached_exact(self) -> int:
-        """Cached tokens of the prompt whose rows equal those of an evaluation."""
-        return self.cached - self.approximate
-
-    @property
-    def kv_reuse_ratio(self) -> float:
-        """Share of the prompt's tokens that were not evaluated, 0 to 1."""
-        return 1 - self.evaluated / self.prompt_tokens
-
-    @property
-    def message_id(self) -> str:
-        """Id of the answer to a chat."""
-        return str(self.message["message_id"])
 
 
 class PromptCache:
@@ -350,7 +288,7 @@ class PromptCache:
             answer.cancel()
             self.engine.stop(answer.job)
             raise
-        return _generation(answer.job, done.text, done.reason, called, logprobs=done.logprobs)
+        return generation_of(answer.job, done.text, done.reason, called, logprobs=done.logprobs)
 
     # --- chats ---
 
@@ -410,7 +348,26 @@ class PromptCache:
         most = None if most is None or check_int("max_tokens", most) <= 0 else most
         made = submit_options(llm, options)
         answer = self._submit(chat, {**made, "max_tokens": most, "message_id": new, "named": named})
-        return ChatStream(self, answer, new, [name for name, _ in named if name], called)
+        end = partial(self._end_chat, answer, [name for name, _ in named if name], called)
+        return ChatStream(answer, new, llm.model_path, end)
+
+    def _end_chat(
+        self, answer: Answer, ids: list[str], called: float, message: dict[str, Any], reason: str, ended: bool
+    ) -> Generation:
+        job = answer.job
+        if not ended:
+            answer.cancel()
+            self.engine.stop(job)
+        self._note_dropped(job)
+        return generation_of(
+            job,
+            message["content"],
+            reason,
+            called,
+            message=message,
+            matched=self._matched(ids, job),
+            logprobs=answer.result().logprobs if ended else (),
+        )
 
     def forget(self, message_id: str) -> bool:
         """Remove the KV of an answer from the context and the store, and all that builds on it; False if none
@@ -419,7 +376,7 @@ class PromptCache:
         check_id("message_id", message_id)
         return self._connector is not None and self._connector.forget_message(self._tenant, message_id) > 0
 
-    def matched(self, ids: Sequence[str], job: Job) -> str | None:
+    def _matched(self, ids: Sequence[str], job: Job) -> str | None:
         """Return the newest message whose stored end lies within what a prompt went on from; the store has
         compared tokens.
         """
@@ -435,7 +392,7 @@ class PromptCache:
                 return message_id
         return None
 
-    def note_dropped(self, job: Job) -> None:
+    def _note_dropped(self, job: Job) -> None:
         """Warn when more tokens of a chat have left the context than before."""
         before, self._n_dropped = min(self._n_dropped, job.n_dropped), job.n_dropped
         if job.gap is not None and job.n_dropped > before:
@@ -461,151 +418,8 @@ class PromptCache:
         self.close()
 
 
-class ChatStream:
-    """Chunks of an answer in OpenAI's form, and the `result` after the last of them."""
-
-    def __init__(
-        self, cache: PromptCache, answer: Answer, message_id: str, ids: list[str], called: float
-    ) -> None:
-        self.message_id = message_id
-        self.result: Generation | None = None
-        self._cache, self._answer, self._ids, self._called = cache, answer, ids, called
-        self._head = {
-            "id": f"chatcmpl-{message_id}",
-            "object": "chat.completion.chunk",
-            "created": int(time.time()),
-        }
-        self._head["model"] = cache.engine.llm.model_path
-        self._chunks = self._run()
-
-    @property
-    def evaluated(self) -> tuple[int, int]:
-        """The number of tokens of the prompt that have rows, and of all of them. Any thread may ask."""
-        job = self._answer.job
-        return min(job.n_rows, job.n_prompt), job.n_prompt
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return self
-
-    def __next__(self) -> dict[str, Any]:
-        return next(self._chunks)
-
-    def __enter__(self) -> ChatStream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Stop here. What was computed is kept."""
-        self._chunks.close()
-        if self.result is None:  # not begun
-            self._end(ReadAnswer(), "", ended=False)
-
-    def _run(self) -> Generator[dict[str, Any], None, None]:
-        said, reason, ended, first = ReadAnswer(), "", False, True
-        try:
-            for part in self._answer.parts():
-                _add(said, part)
-                if first:
-                    yield self._chunk({"role": "assistant", "message_id": self.message_id})
-                first = False
-                yield self._chunk(_delta(part))
-            said, reason, ended = self._answer.message, self._answer.finish_reason, True
-            if first:
-                yield self._chunk({"role": "assistant", "message_id": self.message_id})
-            yield self._chunk({}, reason)
-        except CancelledError:
-            raise StoppedError("the answer was stopped") from None
-        finally:
-            self._end(said, reason, ended)
-
-    def _chunk(self, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-        return {
-            **self._head,
-            "choices": [{"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}],
-        }
-
-    def _end(self, said: ReadAnswer, reason: str, ended: bool) -> None:
-        cache, job = self._cache, self._answer.job
-        if not ended:
-            self._answer.cancel()
-            cache.engine.stop(job)
-        cache.note_dropped(job)
-        self.result = _generation(
-            job,
-            said.content,
-            reason,
-            self._called,
-            message={**_message(said), "message_id": self.message_id},
-            matched=cache.matched(self._ids, job),
-            logprobs=self._answer.result().logprobs if ended else (),
-        )
-
-
-def _add(said: ReadAnswer, part: Part) -> None:
-    """Add a part to what was said so far; calls that have not ended are nobody's to run."""
-    said.content += part.content
-    said.reasoning += part.reasoning
-
-
-def _delta(part: Part) -> dict[str, Any]:
-    if part.index >= 0:
-        function = {"name": part.name or None, "arguments": part.arguments}
-        return {
-            "tool_calls": [{"index": part.index, "id": part.id, "type": "function", "function": function}]
-        }
-    return {"content": part.content} if part.content else {"reasoning_content": part.reasoning}
-
-
-def _message(said: ReadAnswer) -> dict[str, Any]:
-    message: dict[str, Any] = {"role": "assistant", "content": said.content}
-    if said.reasoning:
-        message["reasoning_content"] = said.reasoning
-    if said.complete_calls:
-        message["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in said.complete_calls
-        ]
-    return message
-
-
 def _documents(prompt: Any) -> list[Any] | None:
     """Return the documents of a list; None for a single prompt."""
     if isinstance(prompt, str) or not len(prompt):
         return None
     return list(prompt) if isinstance(prompt[0], str) or np.ndim(prompt[0]) else None
-
-
-def _generation(
-    job: Job,
-    text: str,
-    reason: str,
-    called: float,
-    *,
-    message: dict[str, Any] | None = None,
-    matched: str | None = None,
-    logprobs: tuple[TokenLogprob, ...] = (),
-) -> Generation:
-    end = job.t_end or time.perf_counter()
-    return Generation(
-        text=text,
-        message=message or {"role": "assistant", "content": text},
-        tokens=tuple(job.tokens[job.n_prompt :]),
-        finish_reason=reason,
-        ttft_ms=1000 * ((job.t_first or end) - called),
-        total_ms=1000 * (end - called),
-        prompt_tokens=job.n_given,
-        cached=job.n_cached or 0,
-        evaluated=job.n_evaluated,
-        completion_tokens=job.n_answer,
-        dropped=job.n_dropped,
-        stored=job.n_stored,
-        tier=job.cached_tier,
-        exact=job.exact and not job.n_dropped,
-        approximate=job.n_approximate,
-        matched_message_id=matched,
-        logprobs=logprobs,
-        chunks=report if isinstance(report := job.import_report, ChunkReuse) else None,
-        reason=job.store_problem,
-    )
