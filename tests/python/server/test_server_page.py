@@ -155,7 +155,7 @@ def _bytes(text: str) -> float:
 
 @pytest.mark.nightly
 def test_the_bar_is_divided_as_the_rows_are(server: Server, open_page: OpenPage) -> None:
-    chat(server)
+    chat(server, max_tokens=150)  # some of which are cold
     page = open_page(server)
     cache = pause(page, server)["cache"]
     widths = dict(page.evaluate(_SHARES))
