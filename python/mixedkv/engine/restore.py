@@ -41,7 +41,9 @@ class Restorer:
             self._observer.restore_failed("wrong" if isinstance(error, WrongRowsError) else "load")
             self._scheduler.refetch(job)
         if not job.work.evaluated:  # not after a pause or a preemption
-            job.work.set_cached(job.n_rows)
+            pool, seq, n = self._scheduler.pool, job.seq, job.n_rows
+            exact = seq is None or job.prefix.is_loading or pool.continues_exactly(seq, n)
+            job.work.set_cached(n, exact)
         if not job.prefix.is_loading:
             self._observer.restored(job)
 

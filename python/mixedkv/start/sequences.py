@@ -303,6 +303,10 @@ class SequencePool:
         """
         return not self._memory.validity(seq.id, seq.tokens[begin:end], begin).any()
 
+    def continues_exactly(self, seq: Sequence, n: int) -> bool:
+        """Return whether the token behind the first `n` of a sequence finds all that it reads, and exact."""
+        return self._memory.holds(seq.id, n) and self.is_exact(seq, end=n)
+
     def confirm(self, match: SequenceMatch) -> bool:
         """Return whether the source still holds what the match needs, which may have been needed elsewhere;
         if not, it does not match like this again.
@@ -414,7 +418,7 @@ class SequencePool:
             return NO_MATCH
         if not self._has_rows(seq, n):
             return NO_MATCH
-        match = SequenceMatch(seq, n, self._memory.holds(seq.id, n) and self.is_exact(seq, end=n), 0)
+        match = SequenceMatch(seq, n, self.continues_exactly(seq, n), 0)
         return match if n == len(seq.tokens) or self._cut(seq, match) is not None else NO_MATCH
 
     def forget(self, tenant: str, session: str) -> None:

@@ -97,7 +97,7 @@ class Restored:
 
     Args:
         n_tokens: tokens now in the sequence; 0 is a miss, and the sequence is as it was.
-        exact: as in `Match`; True for a miss.
+        exact: the sequence can be gone on from as if it had never left, as its rows say; True for a miss.
         tier: "ram", "disk" or "remote" if any part came from there, or "none".
         seconds: time of the call, including the lookup.
         reason: why it was a miss, or why an entry was skipped on the way; "" otherwise. The first word is one

@@ -302,10 +302,9 @@ class KVStore:
                     break
             else:
                 self._tally.hit(tier, match.n_tokens)
-                passed_over = missed.reason if missed else ""
-                return Restored(
-                    n_tokens=match.n_tokens, exact=match.exact, tier=tier, seconds=0, reason=passed_over
-                )
+                n, passed_over = match.n_tokens, missed.reason if missed else ""
+                exact = llm.kv.exact(seq, match.tokens) >= n and llm.kv.holds(seq, n)
+                return Restored(n_tokens=n, exact=exact, tier=tier, seconds=0, reason=passed_over)
         assert missed is not None
         return missed
 

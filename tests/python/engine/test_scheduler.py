@@ -81,8 +81,11 @@ def test_a_part_takes_its_share_of_steps_beside_answers() -> None:
         assert job.n_rows in (*range(41), 149, 150)  # half-done rows are not counted
     assert desk.outcomes["sliced", "goes on"] > 1
     assert desk.outcomes["sliced", "done"] == 1
-    assert (job.work.exact, job.work.n_approximate, job.work.n_cached) == (False, 54, 54)
+    assert (job.work.n_approximate, job.work.n_cached) == (54, 54)
     assert not job.parts
+    desk.scheduler.leave(job)
+    assert not job.work.exact
+    assert talker.work.exact
 
 
 def test_rows_of_a_part_that_is_half_done_go_with_their_job() -> None:

@@ -12,7 +12,7 @@ from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.kv.checkpoint import Checkpoint
-from mixedkv.kv.rows import COMPUTED, Validities, all_of
+from mixedkv.kv.rows import APPROXIMATE, COMPUTED, Validities, all_of
 from mixedkv.prompts.overflow import NOWHERE, cut, head_of
 from mixedkv.start.sequences import SequencePool
 from mixedkv.work.turns import Limits, unlimited
@@ -33,6 +33,7 @@ class Cells:
         ]  # a part may have several cells
         self.n_sharing: Counter[int] = Counter()  # sequences by cell
         self.used = self.n_evaluated = 0
+        self.approximate: set[int] = set()  # sequences with rows that were computed elsewhere
 
     def evaluate(self, seq: int, p0: int, n: int, more: int = 0) -> None:
         """Give `n` positions a cell each, and the first one `more` besides."""
@@ -50,6 +51,8 @@ class Cells:
 
     def remove(self, seq: int = 0, p0: int = 0, p1: int = -1) -> None:
         rows = self.rows[seq]
+        if p0 == 0 and p1 < 0:
+            self.approximate.discard(seq)
         for p in [p for p in rows if p0 <= p and (p1 < 0 or p < p1)]:
             for cell in rows.pop(p):
                 self.n_sharing[cell] -= 1
@@ -90,7 +93,7 @@ class Cells:
         return self.rule.cut_is_exact(self.length(seq), n)
 
     def validity(self, seq: int, tokens: Any, p0: int = 0) -> Validities:
-        return all_of(len(tokens), COMPUTED)
+        return all_of(len(tokens), APPROXIMATE if seq in self.approximate else COMPUTED)
 
     def rest(self, seq: int) -> None:
         pass
@@ -228,6 +231,8 @@ class Desk:
         found = part.evaluate(self.cells, job.prompt, job.n_rows, job.seq.id, run.n)
         self.outcomes[part.kind, found.state] += 1
         if found.state == "done":
+            if found.n_reused:
+                self.cells.approximate.add(job.seq.id)
             self.scheduler.part_done(run, found.n_reused)
         elif found.state == "given up":
             self.scheduler.give_up_parts(job)

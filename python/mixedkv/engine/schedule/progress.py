@@ -94,10 +94,9 @@ class Progress(PromptTokens):
         not. Returns whether it is the first, so not after a pause or a preemption.
         """
         work, self.seq = self.work, seq
-        work.exact = work.exact and exact
         if work.n_cached is not None:
             return False
-        work.set_cached(n_cached)
+        work.set_cached(n_cached, exact)
         if self.prefix.fetched is not None and self.prefix.is_loading:
             work.cached_tier = self.prefix.fetched.tier
         else:

@@ -139,6 +139,7 @@ class Scheduler(Generic[P]):
     def _take(self, job: P) -> Sequence:
         self.running.remove(job)
         assert job.seq is not None
+        job.work.exact = job.work.exact and self.pool.is_exact(job.seq)  # before others change its rows
         return job.seq
 
     # --- admission ---
@@ -418,14 +419,13 @@ class Scheduler(Generic[P]):
         assert job.seq is not None
         job.no_imports()
         self.pool.clear(job.seq)
-        job.work.set_cached(0)
+        job.work.set_cached(0, exact=True)
 
     def _add_rows(self, job: P, n: int) -> Sequence | None:
         """Count new rows; return the sequence if a checkpoint of it is to be taken now."""
         seq = job.seq
         assert seq is not None
         seq.tokens.extend(job.tokens[job.n_rows : job.n_rows + n])
-        job.work.exact = job.work.exact and self.pool.is_exact(seq, len(seq.tokens) - n)
         return seq if job.n_rows in job.save_at else None
 
     def save(self) -> None:

@@ -13,7 +13,8 @@ class WorkCounts:
         n_cached: tokens of the prompt that were not evaluated; None before it has a sequence.
         n_approximate: how many of these have rows that differ from those of an evaluation.
         cached_tier: where the rows of these were: "context", "ram", "disk" or "remote".
-        exact: each row so far equals that of an evaluation from the first token.
+        exact: every row equals that of an evaluation from the first token; asked of the cache when the
+            request leaves its rows. False, too, once tokens of its text were dropped.
         method: how rows that were computed elsewhere are repaired; "" where none are used.
         n_chosen: number of tokens that were chosen, including one that ends the answer.
         t_submit, t_start, t_first, t_last, t_end: when it was submitted, got a sequence, had its first and
@@ -38,13 +39,14 @@ class WorkCounts:
     def n_cached_exact(self) -> int:
         return (self.n_cached or 0) - self.n_approximate
 
-    def set_cached(self, n: int) -> None:
-        """Note that the first `n` tokens of the prompt had rows already."""
-        self.n_cached, self.n_approximate = n, 0 if self.exact else n
+    def set_cached(self, n: int, exact: bool) -> None:
+        """Note that the first `n` tokens of the prompt had rows already, which can be gone on from exactly or
+        not.
+        """
+        self.n_cached, self.n_approximate = n, 0 if exact else n
 
     def add_reused(self, n: int) -> None:
         """Note that further `n` tokens have rows which were computed elsewhere."""
-        self.exact = False
         self.n_cached, self.n_approximate = (self.n_cached or 0) + n, self.n_approximate + n
 
     def chose(self, token_time: float) -> None:
