@@ -34,28 +34,15 @@ struct column_q8_0 { // as ggml has it
 };
 static_assert(sizeof(column_q8_0) == 34);
 
-// The types of rows. An element is scale * (value - bias) + least; value has so many bits and no sign.
+// The types of rows, as ggml lays them out. An element is scale * (value - bias) + least. What kernels ask of a type is
+// in `traits` below.
 struct row_q4_0 {
-    static constexpr int  bits      = 4;
-    static constexpr int  bias      = 8;
-    static constexpr int  scales    = 1; // of a block of 32 elements
-    static constexpr bool has_least = false;
-    static constexpr int  blocks    = 1; // of one such struct
-    static constexpr int  together  = 1; // rows in one such struct
-
     uint16_t scale;
     uint8_t  nibbles[16]; // element i and i + 16
 };
 static_assert(sizeof(row_q4_0) == 18);
 
 struct row_q4_1 {
-    static constexpr int  bits      = 4;
-    static constexpr int  bias      = 0;
-    static constexpr int  scales    = 1;
-    static constexpr bool has_least = true;
-    static constexpr int  blocks    = 1;
-    static constexpr int  together  = 1;
-
     uint16_t scale;
     uint16_t least;
     uint8_t  nibbles[16];
@@ -63,13 +50,6 @@ struct row_q4_1 {
 static_assert(sizeof(row_q4_1) == 20);
 
 struct row_q5_0 {
-    static constexpr int  bits      = 5;
-    static constexpr int  bias      = 16;
-    static constexpr int  scales    = 1;
-    static constexpr bool has_least = false;
-    static constexpr int  blocks    = 1;
-    static constexpr int  together  = 1;
-
     uint16_t scale;
     uint8_t  fifth[4]; // bit i of element i
     uint8_t  nibbles[16];
@@ -77,13 +57,6 @@ struct row_q5_0 {
 static_assert(sizeof(row_q5_0) == 22);
 
 struct row_q5_1 {
-    static constexpr int  bits      = 5;
-    static constexpr int  bias      = 0;
-    static constexpr int  scales    = 1;
-    static constexpr bool has_least = true;
-    static constexpr int  blocks    = 1;
-    static constexpr int  together  = 1;
-
     uint16_t scale;
     uint16_t least;
     uint8_t  fifth[4];
@@ -92,26 +65,12 @@ struct row_q5_1 {
 static_assert(sizeof(row_q5_1) == 24);
 
 struct row_q8_0 {
-    static constexpr int  bits      = 8;
-    static constexpr int  bias      = 128;
-    static constexpr int  scales    = 1;
-    static constexpr bool has_least = false;
-    static constexpr int  blocks    = 1;
-    static constexpr int  together  = 1;
-
     uint16_t scale;
     int8_t   values[WEIGHTS_BLOCK];
 };
 static_assert(sizeof(row_q8_0) == 34);
 
 struct row_q4_k {
-    static constexpr int  bits      = 4;
-    static constexpr int  bias      = 0;
-    static constexpr int  scales    = 1;
-    static constexpr bool has_least = true;
-    static constexpr int  blocks    = 8;
-    static constexpr int  together  = 1;
-
     uint16_t scale;       // of the scales of blocks
     uint16_t least;       // of their least values, which are subtracted
     uint8_t  factors[12]; // 8 of each, in 6 bits
@@ -120,13 +79,6 @@ struct row_q4_k {
 static_assert(sizeof(row_q4_k) == 144);
 
 struct row_q5_k {
-    static constexpr int  bits      = 5;
-    static constexpr int  bias      = 0;
-    static constexpr int  scales    = 1;
-    static constexpr bool has_least = true;
-    static constexpr int  blocks    = 8;
-    static constexpr int  together  = 1;
-
     uint16_t scale;
     uint16_t least;
     uint8_t  factors[12];
@@ -136,13 +88,6 @@ struct row_q5_k {
 static_assert(sizeof(row_q5_k) == 176);
 
 struct row_q6_k {
-    static constexpr int  bits      = 6;
-    static constexpr int  bias      = 32;
-    static constexpr int  scales    = 2;
-    static constexpr bool has_least = false;
-    static constexpr int  blocks    = 8;
-    static constexpr int  together  = 1;
-
     uint8_t  nibbles[128];
     uint8_t  upper[64];
     int8_t   factors[16];
@@ -152,13 +97,6 @@ static_assert(sizeof(row_q6_k) == 210);
 
 // A scale is a power of two, by its exponent; value is a place in the table mxfp4_values.
 struct row_mxfp4 {
-    static constexpr int  bits      = 5;
-    static constexpr int  bias      = 12;
-    static constexpr int  scales    = 1;
-    static constexpr bool has_least = false;
-    static constexpr int  blocks    = 1;
-    static constexpr int  together  = 1;
-
     uint8_t exponent;
     uint8_t nibbles[16];
 };
@@ -169,13 +107,6 @@ constexpr uint8_t mxfp4_values[16] = { 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 1
 
 // Eight rows of Q4_0, interleaved by 8 bytes of each; values have a sign in 4 bits
 struct rows_q4_0_x8 {
-    static constexpr int  bits      = 4;
-    static constexpr int  bias      = 8;
-    static constexpr int  scales    = 1;
-    static constexpr bool has_least = false;
-    static constexpr int  blocks    = 1;
-    static constexpr int  together  = 8;
-
     uint16_t scale[8];
     uint8_t  nibbles[8 * 16];
 };
@@ -183,13 +114,6 @@ static_assert(sizeof(rows_q4_0_x8) == 8 * sizeof(row_q4_0));
 
 // Eight rows of Q4_K, interleaved by 8 bytes of each
 struct rows_q4_k_x8 {
-    static constexpr int  bits      = 4;
-    static constexpr int  bias      = 0;
-    static constexpr int  scales    = 1;
-    static constexpr bool has_least = true;
-    static constexpr int  blocks    = 8;
-    static constexpr int  together  = 8;
-
     uint16_t scale[8];
     uint16_t least[8];
     uint8_t  factors[8][12]; // of each block: those of eight rows, packed as row_q4_k packs eight blocks
@@ -199,61 +123,61 @@ static_assert(sizeof(rows_q4_k_x8) == 8 * sizeof(row_q4_k));
 
 // Eight rows of MXFP4, interleaved by 8 bytes of each
 struct rows_mxfp4_x8 {
-    static constexpr int  bits      = 5;
-    static constexpr int  bias      = 12;
-    static constexpr int  scales    = 1;
-    static constexpr bool has_least = false;
-    static constexpr int  blocks    = 1;
-    static constexpr int  together  = 8;
-
     uint8_t exponent[8];
     uint8_t nibbles[8 * 16];
 };
 static_assert(sizeof(rows_mxfp4_x8) == 8 * sizeof(row_mxfp4));
 
+template <class... Rows>
+struct row_list {};
+
+// All types: a new one is a struct above, a name here, its traits below, and how it is unpacked (unpack.h, and
+// weights_scalar.cpp for the twin).
+using row_types = row_list<row_q4_0, row_q4_1, row_q5_0, row_q5_1, row_q8_0, row_q4_k, row_q5_k, row_q6_k, row_mxfp4,
+                           rows_q4_0_x8, rows_q4_k_x8, rows_mxfp4_x8>;
+
+struct row_traits {
+    int  type;      // WEIGHTS_...
+    int  bits;      // of a value, which has no sign
+    int  bias;      // of a value
+    int  scales;    // of a block of 32 elements
+    bool has_least; // of a block
+    int  blocks;    // of one struct
+    int  together;  // rows in one struct
+};
+
+template <class Row>
+constexpr row_traits traits = Row::is_not_in_the_table;
+
+// clang-format off
+//                                                         type            bits  bias scales least blocks together
+template <> constexpr row_traits traits<row_q4_0>      = { WEIGHTS_Q4_0,     4,    8, 1,     false, 1,     1 };
+template <> constexpr row_traits traits<row_q4_1>      = { WEIGHTS_Q4_1,     4,    0, 1,     true,  1,     1 };
+template <> constexpr row_traits traits<row_q5_0>      = { WEIGHTS_Q5_0,     5,   16, 1,     false, 1,     1 };
+template <> constexpr row_traits traits<row_q5_1>      = { WEIGHTS_Q5_1,     5,    0, 1,     true,  1,     1 };
+template <> constexpr row_traits traits<row_q8_0>      = { WEIGHTS_Q8_0,     8,  128, 1,     false, 1,     1 };
+template <> constexpr row_traits traits<row_q4_k>      = { WEIGHTS_Q4_K,     4,    0, 1,     true,  8,     1 };
+template <> constexpr row_traits traits<row_q5_k>      = { WEIGHTS_Q5_K,     5,    0, 1,     true,  8,     1 };
+template <> constexpr row_traits traits<row_q6_k>      = { WEIGHTS_Q6_K,     6,   32, 2,     false, 8,     1 };
+template <> constexpr row_traits traits<row_mxfp4>     = { WEIGHTS_MXFP4,    5,   12, 1,     false, 1,     1 };
+template <> constexpr row_traits traits<rows_q4_0_x8>  = { WEIGHTS_Q4_0_X8,  4,    8, 1,     false, 1,     8 };
+template <> constexpr row_traits traits<rows_q4_k_x8>  = { WEIGHTS_Q4_K_X8,  4,    0, 1,     true,  8,     8 };
+template <> constexpr row_traits traits<rows_mxfp4_x8> = { WEIGHTS_MXFP4_X8, 5,   12, 1,     false, 1,     8 };
+// clang-format on
+
+template <class F, class... Rows>
+bool with_row_type(row_list<Rows...>, int type, F && f) {
+    return ((traits<Rows>.type == type && (f(static_cast<const Rows *>(nullptr)), true)) || ...);
+}
+
+// The struct that with_row_type() hands on
+template <class Pointer>
+using row_of = std::remove_cv_t<std::remove_pointer_t<Pointer>>;
+
 // Calls f with a null pointer to the struct of the type; returns false for a type that is none of these.
 template <class F>
 bool with_row_type(int type, F && f) {
-    switch (type) {
-    case WEIGHTS_Q4_0:
-        f(static_cast<const row_q4_0 *>(nullptr));
-        return true;
-    case WEIGHTS_Q4_1:
-        f(static_cast<const row_q4_1 *>(nullptr));
-        return true;
-    case WEIGHTS_Q5_0:
-        f(static_cast<const row_q5_0 *>(nullptr));
-        return true;
-    case WEIGHTS_Q5_1:
-        f(static_cast<const row_q5_1 *>(nullptr));
-        return true;
-    case WEIGHTS_Q8_0:
-        f(static_cast<const row_q8_0 *>(nullptr));
-        return true;
-    case WEIGHTS_Q4_K:
-        f(static_cast<const row_q4_k *>(nullptr));
-        return true;
-    case WEIGHTS_Q5_K:
-        f(static_cast<const row_q5_k *>(nullptr));
-        return true;
-    case WEIGHTS_Q6_K:
-        f(static_cast<const row_q6_k *>(nullptr));
-        return true;
-    case WEIGHTS_MXFP4:
-        f(static_cast<const row_mxfp4 *>(nullptr));
-        return true;
-    case WEIGHTS_Q4_0_X8:
-        f(static_cast<const rows_q4_0_x8 *>(nullptr));
-        return true;
-    case WEIGHTS_Q4_K_X8:
-        f(static_cast<const rows_q4_k_x8 *>(nullptr));
-        return true;
-    case WEIGHTS_MXFP4_X8:
-        f(static_cast<const rows_mxfp4_x8 *>(nullptr));
-        return true;
-    default:
-        return false;
-    }
+    return with_row_type(row_types(), type, f);
 }
 
 } // namespace

@@ -34,8 +34,8 @@ void pack_block(const column_q8_0 & in, column_block & out) {
     }
     out.scale    = half_to_float(in.scale);
     out.sum      = out.scale * float(first + second);
-    out.start[0] = -Row::bias * (Row::scales == 1 ? first + second : first);
-    out.start[1] = -Row::bias * second;
+    out.start[0] = -traits<Row>.bias * (traits<Row>.scales == 1 ? first + second : first);
+    out.start[1] = -traits<Row>.bias * second;
     std::memset(out.halves, 0, sizeof(out.halves));
     std::memcpy(out.halves[0] + 2, in.values, WEIGHTS_BLOCK / 2);
     std::memcpy(out.halves[1] + 2, in.values + WEIGHTS_BLOCK / 2, WEIGHTS_BLOCK / 2);
@@ -69,7 +69,7 @@ inline void pack_quantised(const weights_columns & columns, const float * x, int
                                                   column * column_bytes(columns.n_elements)) +
                  first;
     with_row_type(columns.type, [&](auto * row) {
-        using Row = std::remove_cv_t<std::remove_pointer_t<decltype(row)>>;
+        using Row = row_of<decltype(row)>;
         for_each_rounded(columns, x, n, [&](int64_t b, const column_q8_0 & in) { pack_block<Row>(in, out[b]); });
     });
 }

@@ -113,16 +113,20 @@ struct avx2 {
     // 32,004). Of whole bytes the sign goes to the elements, and a group's sum is 32,512 at most.
     template <class Row>
     struct sum {
-        static constexpr int together = Row::bits == 4 ? 8 : Row::bits == 5 ? 4 : Row::bits == 6 ? 2 : 1;
+        static constexpr int together = traits<Row>.bits == 4   ? 8
+                                        : traits<Row>.bits == 5 ? 4
+                                        : traits<Row>.bits == 6 ? 2
+                                                                : 1;
 
         __m256i part, whole;
 
-        void begin(int32_t start) { whole = Row::bits == 8 ? _mm256_setzero_si256() : _mm256_set1_epi32(start); }
+        void begin(int32_t start) { whole = traits<Row>.bits == 8 ? _mm256_setzero_si256() : _mm256_set1_epi32(start); }
 
         void add(int group, ints values, int32_t elements) {
             const __m256i w = __m256i(values), x = _mm256_set1_epi32(elements);
-            const __m256i products = Row::bits == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
-                                                    : _mm256_maddubs_epi16(w, x);
+            const __m256i products = traits<Row>.bits == 8
+                                         ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w))
+                                         : _mm256_maddubs_epi16(w, x);
             part                   = group % together == 0 ? products : _mm256_add_epi16(part, products);
             // GCC 12 else forms all products of a block before it adds them, and has to store them.
             __asm__ volatile("" : "+x"(part));

@@ -24,7 +24,7 @@ inline int32_t dword_at(const void * p) {
 template <class V, class Row, int N>
 struct panel_block {
     typename V::ints   values[groups][N]; // bytes
-    typename V::floats scale[Row::scales][N];
+    typename V::floats scale[traits<Row>.scales][N];
     typename V::floats least[N];
 };
 
@@ -127,15 +127,15 @@ struct panel_sums {
 
     template <class Row>
     MIXEDKV_INLINE void add(const panel_block<V, Row, N> & w, const column_block * const * in, int64_t block) {
-        constexpr int part = groups / Row::scales;
+        constexpr int part = groups / traits<Row>.scales;
 #pragma GCC unroll 2
-        for (int s = 0; s < Row::scales; s++) {
+        for (int s = 0; s < traits<Row>.scales; s++) {
             typename V::template sum<Row> whole[Columns][N];
 #pragma GCC unroll 8
             for (int c = 0; c < Columns; c++) {
 #pragma GCC unroll 2
                 for (int i = 0; i < N; i++) {
-                    whole[c][i].begin(Row::bias ? in[c][block].start[s] : 0);
+                    whole[c][i].begin(traits<Row>.bias ? in[c][block].start[s] : 0);
                 }
             }
 #pragma GCC unroll 8
@@ -158,7 +158,7 @@ struct panel_sums {
                 }
             }
         }
-        if (Row::has_least) {
+        if (traits<Row>.has_least) {
 #pragma GCC unroll 8
             for (int c = 0; c < Columns; c++) {
 #pragma GCC unroll 2
@@ -193,15 +193,15 @@ void run_panels(const weights_product & p, int64_t row_0, int64_t row_1) {
     const int64_t          n_blocks = p.n_elements / WEIGHTS_BLOCK;
     panel_block<V, Row, N> panel[V::panel_blocks];
     for (int64_t r = row_0; r < row_1; r += N * V::lanes) {
-        const panel_rows<V, N> rows(p, r, row_1, Row::together);
+        const panel_rows<V, N> rows(p, r, row_1, traits<Row>.together);
         const char *           next = rows.next(p);
         for (int64_t b_0 = 0; b_0 < n_blocks; b_0 += V::panel_blocks) {
             const int64_t n = n_blocks - b_0 < V::panel_blocks ? n_blocks - b_0 : V::panel_blocks;
-            for (int64_t b = 0; b < n; b += Row::blocks) {
-                constexpr size_t bytes = N * V::lanes * sizeof(Row) / Row::together;
+            for (int64_t b = 0; b < n; b += traits<Row>.blocks) {
+                constexpr size_t bytes = N * V::lanes * sizeof(Row) / traits<Row>.together;
                 fetch(next, bytes);
                 next += bytes;
-                rows.template unpack_unit<Row>((b_0 + b) / Row::blocks, panel + b);
+                rows.template unpack_unit<Row>((b_0 + b) / traits<Row>.blocks, panel + b);
             }
             int64_t c = 0;
             for (; c + Columns <= p.n_columns; c += Columns) {
@@ -237,8 +237,8 @@ struct to_sums {
     const char *                    next;  // rows to fetch
     int64_t                         first; // block of the struct that is unpacked
     typename V::floats              sums[Columns];
-    typename V::floats              scales[Row::scales], leasts;
-    sum                             whole[Columns][Row::scales];
+    typename V::floats              scales[traits<Row>.scales], leasts;
+    sum                             whole[Columns][traits<Row>.scales];
 
     MIXEDKV_INLINE to_sums(const decode_columns<Columns> & columns_, const char * next_) :
         columns(columns_), next(next_), first(0) {
@@ -252,13 +252,13 @@ struct to_sums {
     MIXEDKV_INLINE void least(int, typename V::floats x) { leasts = x; }
 
     MIXEDKV_INLINE void values(int block, int group, typename V::ints x) {
-        constexpr int part = groups / Row::scales;
+        constexpr int part = groups / traits<Row>.scales;
 #pragma GCC unroll 8
         for (int c = 0; c < Columns; c++) {
             const column_block & column = columns.in[c][first + block];
             sum &                to     = whole[c][group / part];
             if (group % part == 0) {
-                to.begin(Row::bias ? column.start[group / part] : 0);
+                to.begin(traits<Row>.bias ? column.start[group / part] : 0);
             }
             to.add(group % part, x, dword_at(column.group(group)));
         }
@@ -270,7 +270,7 @@ struct to_sums {
         for (int c = 0; c < Columns; c++) {
             const column_block & column = columns.in[c][first + block];
             if (begins) {
-                whole[c][0].begin(Row::bias ? column.start[0] : 0);
+                whole[c][0].begin(traits<Row>.bias ? column.start[0] : 0);
             }
             whole[c][0].add(0, low_nibbles(x), dword_at(column.halves[0] + at));
             whole[c][0].add(0, high_nibbles(x), dword_at(column.halves[1] + at));
@@ -278,18 +278,18 @@ struct to_sums {
     }
 
     MIXEDKV_INLINE void done(int block) {
-        constexpr size_t of_block = V::lanes * sizeof(Row) / Row::together / Row::blocks;
+        constexpr size_t of_block = V::lanes * sizeof(Row) / traits<Row>.together / traits<Row>.blocks;
         fetch(next, of_block);
         next += of_block;
 #pragma GCC unroll 8
         for (int c = 0; c < Columns; c++) {
             const column_block & column = columns.in[c][first + block];
 #pragma GCC unroll 2
-            for (int s = 0; s < Row::scales; s++) {
+            for (int s = 0; s < traits<Row>.scales; s++) {
                 const typename V::floats x = V::to_floats(whole[c][s].end());
                 sums[c]                    = V::fma(x, scales[s] * V::set(column.scale), sums[c]);
             }
-            if (Row::has_least) {
+            if (traits<Row>.has_least) {
                 sums[c] = V::fma(leasts, V::set(column.sum), sums[c]);
             }
         }
@@ -299,14 +299,14 @@ struct to_sums {
 // Few columns
 template <class V, class Row, int Columns>
 void run_columns(const weights_product & p, int64_t row_0, int64_t row_1) {
-    const int64_t n_units = p.n_elements / WEIGHTS_BLOCK / Row::blocks;
+    const int64_t n_units = p.n_elements / WEIGHTS_BLOCK / traits<Row>.blocks;
     for (int64_t r = row_0; r < row_1; r += V::lanes) {
-        const panel_rows<V, 1>        rows(p, r, row_1, Row::together);
+        const panel_rows<V, 1>        rows(p, r, row_1, traits<Row>.together);
         const decode_columns<Columns> columns(p, 0, r);
         to_sums<V, Row, Columns>      out(columns, rows.next(p));
         for (int64_t u = 0, n; u < n_units; u += n) {
             n         = V::unpacks_many && n_units - u >= at_once<Row> ? at_once<Row> : 1;
-            out.first = u * Row::blocks;
+            out.first = u * traits<Row>.blocks;
             if constexpr (V::unpacks_many && at_once<Row> > 1) {
                 if (n > 1) {
                     unpack_many<V>(static_cast<const Row *>(nullptr), rows.rows, u * sizeof(Row), out);
@@ -350,9 +350,7 @@ void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
 
 template <class V>
 void run_body(const weights_product & p, void *, int64_t row_0, int64_t row_1) {
-    with_row_type(p.type, [&](auto * row) {
-        run_type<V, std::remove_cv_t<std::remove_pointer_t<decltype(row)>>>(p, row_0, row_1);
-    });
+    with_row_type(p.type, [&](auto * row) { run_type<V, row_of<decltype(row)>>(p, row_0, row_1); });
 }
 
 } // namespace

@@ -66,7 +66,10 @@ bool is_half(int type) {
 // What rows of a quantised type want of the columns: their bias, and how many scales they have in a block
 std::pair<int, int> packing_of(int type) {
     std::pair<int, int> res(0, 1);
-    with_row_type(type, [&](auto * row) { res = { row->bias, row->scales }; });
+    with_row_type(type, [&](auto * row) {
+        constexpr row_traits of_row = traits<row_of<decltype(row)>>;
+        res                         = { of_row.bias, of_row.scales };
+    });
     return res;
 }
 

@@ -70,7 +70,7 @@ struct to_tiles {
     MIXEDKV_INLINE void scale(int block, int half, typename V::floats x) { V::store(blocks[block].scale[half], x); }
     MIXEDKV_INLINE void least(int block, typename V::floats x) { V::store(blocks[block].least, x); }
     MIXEDKV_INLINE void values(int block, int group, typename V::ints x) {
-        V::store_bytes(blocks[block].values[group], x, Row::bias);
+        V::store_bytes(blocks[block].values[group], x, traits<Row>.bias);
     }
     MIXEDKV_INLINE void done(int) {}
 };
@@ -202,14 +202,14 @@ struct tile_products {
 // Unpacks so many blocks of 16 rows.
 template <class V, class Row>
 void unpack_tiles(const weights_product & p, int64_t row, int64_t row_1, int64_t block, int64_t n, row_tile * out) {
-    const panel_rows<V, 1> rows(p, row, row_1, Row::together);
-    const char *           next = rows.next(p) + block / Row::blocks * (tile_lanes * sizeof(Row) / Row::together);
-    for (int64_t b = 0; b < n; b += Row::blocks) {
-        constexpr size_t bytes = tile_lanes * sizeof(Row) / Row::together;
+    const panel_rows<V, 1> rows(p, row, row_1, traits<Row>.together);
+    const char * next = rows.next(p) + block / traits<Row>.blocks * (tile_lanes * sizeof(Row) / traits<Row>.together);
+    for (int64_t b = 0; b < n; b += traits<Row>.blocks) {
+        constexpr size_t bytes = tile_lanes * sizeof(Row) / traits<Row>.together;
         fetch(next, bytes);
         next += bytes;
         to_tiles<V, Row> to = { out + b };
-        unpack<V>(static_cast<const Row *>(nullptr), rows.rows, (block + b) / Row::blocks * sizeof(Row), to);
+        unpack<V>(static_cast<const Row *>(nullptr), rows.rows, (block + b) / traits<Row>.blocks * sizeof(Row), to);
     }
 }
 
@@ -292,8 +292,8 @@ void run_tiles(decltype(&unpack_tiles<V, row_q4_0>) unpack, const weights_produc
 template <class V, class T>
 void run_tile_body(const weights_product & p, void * memory, int64_t row_0, int64_t row_1) {
     with_row_type(p.type, [&](auto * row) {
-        using Row = std::remove_cv_t<std::remove_pointer_t<decltype(row)>>;
-        run_tiles<V, T, Row::scales, Row::has_least>(unpack_tiles<V, Row>, p, memory, row_0, row_1);
+        using Row = row_of<decltype(row)>;
+        run_tiles<V, T, traits<Row>.scales, traits<Row>.has_least>(unpack_tiles<V, Row>, p, memory, row_0, row_1);
     });
 }
 

@@ -231,7 +231,7 @@ MIXEDKV_INLINE size_t nibbles_at(const rows_q4_k_x8 *, int b) {
 // V::lines(), or V::lines_of_eights()
 template <class V, class Row>
 MIXEDKV_INLINE void lines_of(const Row *, const char * const * rows, size_t at, typename V::ints out[4]) {
-    if constexpr (Row::together == 8) {
+    if constexpr (traits<Row>.together == 8) {
         V::lines_of_eights(rows, at, out);
     } else {
         V::lines(rows, at, out);

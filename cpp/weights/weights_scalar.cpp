@@ -152,19 +152,19 @@ void unpack(const Row & row, int, int b, unpacked_block & out) {
 // Row r of those that lie together
 template <class Row>
 float product(const Row * row, int r, const column_block * column, int64_t n_blocks) {
-    constexpr int part = WEIGHTS_BLOCK / Row::scales;
+    constexpr int part = WEIGHTS_BLOCK / traits<Row>.scales;
     float         sum  = 0.0f;
     for (int64_t b = 0; b < n_blocks; b++) {
         unpacked_block w;
-        unpack(row[b / Row::blocks], r, int(b % Row::blocks), w);
-        for (int s = 0; s < Row::scales; s++) {
+        unpack(row[b / traits<Row>.blocks], r, int(b % traits<Row>.blocks), w);
+        for (int s = 0; s < traits<Row>.scales; s++) {
             int32_t whole = 0;
             for (int i = s * part; i < (s + 1) * part; i++) {
-                whole += (w.values[i] - Row::bias) * column[b].group(i / 4)[i % 4];
+                whole += (w.values[i] - traits<Row>.bias) * column[b].group(i / 4)[i % 4];
             }
             sum = std::fma(float(whole), w.scale[s] * column[b].scale, sum);
         }
-        if (Row::has_least) {
+        if (traits<Row>.has_least) {
             sum = std::fma(w.least, column[b].sum, sum);
         }
     }
@@ -178,7 +178,7 @@ void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
         const column_block * column = packed_column(p, c);
         float *              out    = out_column(p, c);
         for (int64_t r = row_0; r < row_1; r++) {
-            const int64_t in  = r % Row::together;
+            const int64_t in  = r % traits<Row>.together;
             const char *  row = static_cast<const char *>(p.rows) + (r - in) * p.row_bytes;
             out[r]            = product(reinterpret_cast<const Row *>(row), int(in), column, n_blocks);
         }
@@ -186,8 +186,7 @@ void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
 }
 
 void run(const weights_product & p, void *, int64_t row_0, int64_t row_1) {
-    with_row_type(
-        p.type, [&](auto * row) { run_type<std::remove_cv_t<std::remove_pointer_t<decltype(row)>>>(p, row_0, row_1); });
+    with_row_type(p.type, [&](auto * row) { run_type<row_of<decltype(row)>>(p, row_0, row_1); });
 }
 
 bool supported() {

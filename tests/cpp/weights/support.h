@@ -95,9 +95,9 @@ void set_factors(rows_mxfp4_x8 & rows, Scale scale, Least) {
 
 template <class Row, class Scale, class Least>
 void set_factors(Row & row, Scale scale, Least least) {
-    if constexpr (Row::together == 8) {
+    if constexpr (traits<Row>.together == 8) {
         std::generate_n(row.scale, 8, scale);
-        if constexpr (Row::has_least) {
+        if constexpr (traits<Row>.has_least) {
             std::generate_n(row.least, 8, least);
         }
     } else {
@@ -120,8 +120,10 @@ struct problem {
         std::mt19937                          random(unsigned(type * 101 + elements * 31 + rows_ * 7 + columns_));
         std::uniform_real_distribution<float> size(0.01f, 1.0f);
         with_row_type(type, [&](auto * row) {
-            row_bytes = n_blocks() / row->blocks * sizeof(*row) / row->together;
-            n_rows    = (n_rows + row->together - 1) / row->together * row->together;
+            constexpr row_traits of_row = traits<row_of<decltype(row)>>;
+
+            row_bytes = n_blocks() / of_row.blocks * sizeof(*row) / of_row.together;
+            n_rows    = (n_rows + of_row.together - 1) / of_row.together * of_row.together;
         });
         rows.resize(row_bytes * n_rows);
         for (char & byte : rows) {

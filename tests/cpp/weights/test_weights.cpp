@@ -17,7 +17,7 @@ const mixedkv::weights_kernels * body;
 
 void equals_the_twin(int type) {
     int64_t unit = 32;
-    mixedkv::with_row_type(type, [&](auto * row) { unit *= row->blocks; });
+    mixedkv::with_row_type(type, [&](auto * row) { unit *= mixedkv::traits<mixedkv::row_of<decltype(row)>>.blocks; });
     for (const int64_t n_units : { 1, 3, 16, 17, 48 }) {
         for (const int64_t n_rows : { 1, 7, 16, 17, 32, 47 }) {
             for (const int64_t n_columns : { 1, 2, 3, 4, 5, 11, 24, 40 }) {
