@@ -104,24 +104,22 @@ public:
 };
 
 void llama_kv_cache_mixed_context::build_input_angles(ggml_context * ctx, const llama_ubatch & ubatch) const {
-    angles  = {};
-    gather = {};
-    idxs   = {};
-
     if (const int64_t n_angles = kv_mixed->get_n_angles()) {
-        angles.cur   = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_angles, ubatch.n_tokens, 1);
-        angles.cells = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_angles, get_n_kv(), sinfos[i_cur].n_stream());
+        state.angles.cur   = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_angles, ubatch.n_tokens, 1);
+        state.angles.cells = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_angles, get_n_kv(), sinfos[i_cur].n_stream());
 
-        ggml_set_input(angles.cur);
-        ggml_set_input(angles.cells);
+        ggml_set_input(state.angles.cur);
+        ggml_set_input(state.angles.cells);
     }
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::build_input_k_idxs(ggml_context * ctx, const llama_ubatch & ubatch) const {
+    state = {}; // upstream asks for this input first
+
     build_input_angles(ctx, ubatch);
 
     if (kv_mixed->get_latent_rot() && kv_mixed->is_fused()) {
-        fold.k = fold.v = kv_mixed->get_latent_rot()->ne[0];
+        state.rotation_k = state.rotation_v = kv_mixed->get_latent_rot()->ne[0];
     }
 
     if (!kv_mixed->get_hot().has_rows()) {
@@ -145,10 +143,10 @@ void llama_kv_cache_mixed_context::set_input_k_idxs(ggml_tensor * dst, const lla
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::idxs_row(ggml_context * ctx, ggml_tensor * k_idxs, int64_t row) const {
-    if (!idxs[row]) {
-        idxs[row] = ggml_view_1d(ctx, k_idxs, k_idxs->ne[0], row*k_idxs->nb[1]);
+    if (!state.idxs[row]) {
+        state.idxs[row] = ggml_view_1d(ctx, k_idxs, k_idxs->ne[0], row*k_idxs->nb[1]);
     }
-    return idxs[row];
+    return state.idxs[row];
 }
 
 // rows of the ubatch as the ring has them, or for nodes that store F16 rows of any others
@@ -173,26 +171,26 @@ void llama_kv_cache_mixed_context::equalize(ggml_context * ctx, ggml_tensor *& q
 ggml_tensor * llama_kv_cache_mixed_context::build_input_k_rot(ggml_context * ctx) const {
     ggml_tensor * rot = llama_kv_cache_context::build_input_k_rot(ctx);
 
-    return rot && kv_mixed->is_fused() ? (fold.k = rot->ne[0], nullptr) : rot;
+    return rot && kv_mixed->is_fused() ? (state.rotation_k = rot->ne[0], nullptr) : rot;
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::build_input_v_rot(ggml_context * ctx) const {
     ggml_tensor * rot = llama_kv_cache_context::build_input_v_rot(ctx);
 
-    return rot && kv_mixed->is_fused() ? (fold.v = rot->ne[0], nullptr) : rot;
+    return rot && kv_mixed->is_fused() ? (state.rotation_v = rot->ne[0], nullptr) : rot;
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::cpy_k(ggml_context * ctx, ggml_tensor * k_cur, ggml_tensor * k_idxs, int32_t il) const {
     if (kv_mixed->is_fused(il)) {
-        cur[il].k         = k_cur;
-        cur[il].k_idxs    = k_idxs;
-        cur[il].ring_idxs = kv_mixed->get_hot().has_rows() ? idxs_row(ctx, k_idxs, 1) : nullptr;
+        state.cur[il].k         = k_cur;
+        state.cur[il].k_idxs    = k_idxs;
+        state.cur[il].ring_idxs = kv_mixed->get_hot().has_rows() ? idxs_row(ctx, k_idxs, 1) : nullptr;
 
         // else stored together with V
         return kv_mixed->is_latent(il) ? store_fused(ctx, nullptr, nullptr, il) : k_cur;
     }
 
-    ggml_tensor * subtracted_bias = angles.cur ? kv_mixed->build_subtracted_bias(ctx, angles.cur, il) : nullptr;
+    ggml_tensor * subtracted_bias = state.angles.cur ? kv_mixed->build_subtracted_bias(ctx, state.angles.cur, il) : nullptr;
     ggml_tensor * cold    = subtracted_bias ? ggml_sub(ctx, k_cur, subtracted_bias) : k_cur;
 
     if (!kv_mixed->get_hot().has_rows()) {
@@ -200,8 +198,8 @@ ggml_tensor * llama_kv_cache_mixed_context::cpy_k(ggml_context * ctx, ggml_tenso
     }
 
     // rounded as the ring rounds: a key reads the same in its own ubatch and in the next
-    cur[il].k         = cast_cur(ctx, k_cur, kv_mixed->gathers_k(il));
-    cur[il].ring_idxs = idxs_row(ctx, k_idxs, 1);
+    state.cur[il].k         = cast_cur(ctx, k_cur, kv_mixed->gathers_k(il));
+    state.cur[il].ring_idxs = idxs_row(ctx, k_idxs, 1);
 
     return llama_kv_cache_context::cpy_k(ctx, cold, idxs_row(ctx, k_idxs, 0), il);
 }
@@ -223,13 +221,13 @@ ggml_backend_t llama_kv_cache_mixed_context::find_backend(const llm_graph_contex
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::store_fused(ggml_context * ctx, ggml_tensor * v_cur, ggml_tensor * v_idxs, int32_t il) const {
-    auto & rows = cur[il];
+    auto & rows = state.cur[il];
     auto & node = kv_mixed->get_node(il);
 
     llama_kv_guard(rows.k, "a graph stores K of a layer and then V");
 
-    node.rotation_k = fold.k;
-    node.rotation_v = fold.v;
+    node.rotation_k = state.rotation_k;
+    node.rotation_v = state.rotation_v;
     node.scales     = kv_mixed->is_fused() ? kv_mixed->get_scales(il) : nullptr;
     node.pairs      = kv_mixed->is_fused() ? kv_mixed->get_pairs(il) : nullptr;
     node.has_ring   = kv_mixed->get_hot().has_rows();
@@ -237,14 +235,17 @@ ggml_tensor * llama_kv_cache_mixed_context::store_fused(ggml_context * ctx, ggml
     node.all_pages  = &kv_mixed->get_all_pages();
     set_device(node, il);
 
-    ggml_tensor * cold_k = llama_kv_cache_context::get_k(ctx, il)->view_src;
-    ggml_tensor * cold_v = v_cur ? llama_kv_cache_context::get_v(ctx, il)->view_src : nullptr;
+    llama_kv_store_inputs in;
+    in.k = { rows.k, llama_kv_cache_context::get_k(ctx, il)->view_src, rows.k_idxs };
+    if (v_cur) {
+        in.v = { v_cur, llama_kv_cache_context::get_v(ctx, il)->view_src, v_idxs };
+    }
 
-    for (const ggml_tensor * cold : llama_kv_tensors(cold_k, cold_v)) {
+    for (const ggml_tensor * cold : llama_kv_tensors(in.k.cold, in.v.cold)) {
         llama_kv_guard(cold && cold->ne[1] == kv_mixed->get_size(), "what a graph reads of the cache are views of all its rows");
     }
 
-    rows.stored = llama_kv_node_store(ctx, node, cold_k, cold_v, rows.k, v_cur, rows.k_idxs, v_idxs);
+    rows.stored = llama_kv_node_store(ctx, node, in);
 
     return rows.stored;
 }
@@ -255,16 +256,16 @@ ggml_tensor * llama_kv_cache_mixed_context::cpy_v(ggml_context * ctx, ggml_tenso
     }
 
     if (kv_mixed->get_hot().has_rows()) {
-        cur[il].v = cast_cur(ctx, v_cur, kv_mixed->gathers_v(il));
+        state.cur[il].v = cast_cur(ctx, v_cur, kv_mixed->gathers_v(il));
     }
 
     return llama_kv_cache_context::cpy_v(ctx, v_cur, v_idxs, il);
 }
 
 const llama_kv_cache_mixed_context::cur_rows & llama_kv_cache_mixed_context::get_cur(int32_t il) const {
-    const auto rows = cur.find(kv_mixed->get_layer_id(il));
+    const auto rows = state.cur.find(kv_mixed->get_layer_id(il));
 
-    llama_kv_guard(rows != cur.end() && (rows->second.stored || (rows->second.k && (rows->second.v || kv_mixed->is_latent(il)))),
+    llama_kv_guard(rows != state.cur.end() && (rows->second.stored || (rows->second.k && (rows->second.v || kv_mixed->is_latent(il)))),
             "a graph stores the rows of a layer before it reads them");
 
     return rows->second;
@@ -285,9 +286,9 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn(
     llama_kv_guard_mask(kq_mask, get_n_mask(graph.ubatch, graph.cparams), q->ne[2]);
 
     // the first layer that needs them
-    if (angles.cur && !angles.added && kv_mixed->get_pairs(il)) {
-        graph.res->add_input(std::make_unique<llm_graph_input_rope_angles>(kv_mixed, angles.cur, angles.cells));
-        angles.added = true;
+    if (state.angles.cur && !state.angles.added && kv_mixed->get_pairs(il)) {
+        graph.res->add_input(std::make_unique<llm_graph_input_rope_angles>(kv_mixed, state.angles.cur, state.angles.cells));
+        state.angles.added = true;
     }
 
     pin_gathered(graph, il);
@@ -345,8 +346,8 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
 
     auto & node = kv_mixed->get_node(il);
 
-    node.rotation_k    = fold.k;
-    node.rotation_v    = fold.v;
+    node.rotation_k    = state.rotation_k;
+    node.rotation_v    = state.rotation_v;
     node.scales        = kv_mixed->is_fused() ? kv_mixed->get_scales(il) : nullptr;
     node.pairs         = kv_mixed->is_fused() ? kv_mixed->get_pairs(il) : nullptr;
     node.pages         = kv_mixed->get_pages(il);
@@ -362,18 +363,22 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
 
     ggml_context * ctx = graph.ctx0;
 
-    cur_rows      rows;
-    ggml_tensor * ring_k = nullptr;
-    ggml_tensor * ring_v = nullptr;
+    llama_kv_attention_inputs in;
+    in.q      = q;
+    in.cold_k = k;
+    in.cold_v = v;
+    in.mask   = kq_mask;
+    in.sinks  = sinks;
 
     if (kv_mixed->get_hot().has_rows()) {
-        rows   = get_cur(il);
-        ring_k = kv_mixed->get_hot().get_k(ctx, il, sinfos[i_cur]);
-        ring_v = kv_mixed->get_hot().get_v(ctx, il, sinfos[i_cur]);
+        in.cur    = get_cur(il).stored;
+        in.idxs   = get_cur(il).ring_idxs;
+        in.ring_k = kv_mixed->get_hot().get_k(ctx, il, sinfos[i_cur]);
+        in.ring_v = kv_mixed->get_hot().get_v(ctx, il, sinfos[i_cur]);
     }
 
     ggml_tensor * choice = nullptr;
-    ggml_tensor * res = llama_kv_node_attention(ctx, node, q, k, v, ring_k, ring_v, rows.stored, rows.ring_idxs, kq_mask, sinks, &choice);
+    ggml_tensor * res    = llama_kv_node_attention(ctx, node, in, &choice);
 
     // the nodes call functions of this process, and a backend that computes elsewhere (RPC) takes any node
     ggml_backend_t backend = node.on_device ? find_backend(graph, il) : graph.backend_cpu;

@@ -57,7 +57,7 @@ public:
 private:
     llama_kv_cache_mixed * kv_mixed;
 
-    // the rows of the running ubatch by KV cache layer, while its graph is built
+    // the rows of the ubatch in one KV cache layer
     struct cur_rows {
         ggml_tensor * k = nullptr; // [n_embd_head, n_head_kv, n_tokens] in F16; fused or gathered: as the model gives it
         ggml_tensor * v = nullptr;
@@ -66,27 +66,41 @@ private:
         ggml_tensor * stored    = nullptr; // fused: what llama_kv_node_store returns
     };
 
-    mutable std::map<int32_t, cur_rows> cur;
+    // what upstream's methods, which are const, note while a ubatch's graph is built
+    struct graph_state {
+        std::map<int32_t, cur_rows> cur; // by KV cache layer
 
-    // Rows of the graph's k_idxs, one view for all layers: what a device reads of the host is copied for each view.
-    mutable std::array<ggml_tensor *, 2> idxs = {};
+        // Rows of the graph's k_idxs, one view for all layers: what a device reads of the host is copied for each view.
+        std::array<ggml_tensor *, 2> idxs = {};
+
+        // what layers that are not fused add to K: inputs, nullptr: nothing
+        struct {
+            ggml_tensor * cur   = nullptr; // F32 [n_angles, n_tokens]
+            ggml_tensor * cells = nullptr; // F32 [n_angles, n_kv, n_stream]
+            bool          added = false;
+        } angles;
+
+        // edges of the Hadamard blocks that the fused nodes rotate by, 0: none, or the graph itself does
+        int rotation_k = 0;
+        int rotation_v = 0;
+
+        // the numbers of the rows that are gathered, I32, and the nodes that other devices would take and cannot compute
+        struct {
+            ggml_tensor * cold = nullptr; // [n, n_stream]: the cells, then any up to the hot rows and the padding
+            ggml_tensor * ring = nullptr; // where they go
+            ggml_tensor * cur  = nullptr;
+            std::vector<ggml_tensor *> nodes;
+        } gather;
+    };
+
+    mutable graph_state state;
 
     ggml_tensor * idxs_row(ggml_context * ctx, ggml_tensor * k_idxs, int64_t row) const;
 
     // those that layer il reads
     const cur_rows & get_cur(int32_t il) const;
 
-    // what layers that are not fused add to K, while the graph is built: inputs, nullptr: nothing
-    mutable struct {
-        ggml_tensor * cur   = nullptr; // F32 [n_angles, n_tokens]
-        ggml_tensor * cells = nullptr; // F32 [n_angles, n_kv, n_stream]
-        bool          added = false;
-    } angles;
-
     void build_input_angles(ggml_context * ctx, const llama_ubatch & ubatch) const;
-
-    // edges of the Hadamard blocks that the fused nodes of the graph rotate by, 0: none, or the graph itself does
-    mutable struct { int k = 0, v = 0; } fold;
 
     // the cache before the ubatch that is under way was placed; its owners are what the queries may read
     std::optional<llama_kv_cache_mixed::checkpoint> step;
@@ -119,14 +133,6 @@ private:
 
     // the same at once, where the device can: rows of any type become F16 as they are gathered, and hot ones are stored among them
     ggml_tensor * gather_rows(ggml_context * ctx, ggml_tensor * cold, ggml_tensor * ring, ggml_tensor * cur) const;
-
-    // of a graph: the numbers of these rows, I32, and the nodes that other devices would take and cannot compute
-    mutable struct {
-        ggml_tensor * cold = nullptr; // [n, n_stream]: the cells, then any up to the hot rows and the padding
-        ggml_tensor * ring = nullptr; // where they go
-        ggml_tensor * cur  = nullptr;
-        std::vector<ggml_tensor *> nodes;
-    } gather;
 
     void pin_gathered(const llm_graph_context & graph, int32_t il) const;
 

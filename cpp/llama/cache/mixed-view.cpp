@@ -51,10 +51,10 @@ ggml_tensor * llama_kv_cache_mixed_context::gather_rows(
     const int64_t n_hot    = cold->ne[2] + ring->ne[2];
     const int64_t n        = GGML_PAD(n_hot + n_cur, llama_kv_cache_mixed::n_pad_view);
 
-    if (!gather.cold) {
-        gather.cold = row_numbers(ctx, 0,           n,             cold->ne[2] - 1, n_stream);
-        gather.ring = row_numbers(ctx, cold->ne[2], n_hot,         n,               1);
-        gather.cur  = row_numbers(ctx, n_hot,       n_hot + n_cur, n,               1);
+    if (!state.gather.cold) {
+        state.gather.cold = row_numbers(ctx, 0,           n,             cold->ne[2] - 1, n_stream);
+        state.gather.ring = row_numbers(ctx, cold->ne[2], n_hot,         n,               1);
+        state.gather.cur  = row_numbers(ctx, n_hot,       n_hot + n_cur, n,               1);
     }
 
     ggml_tensor * from = flat_rows(ctx, cold);
@@ -63,30 +63,30 @@ ggml_tensor * llama_kv_cache_mixed_context::gather_rows(
     ggml_tensor * res = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, from->ne[0], n, n_stream);
     res->op     = GGML_OP_GET_ROWS;
     res->src[0] = from;
-    res->src[1] = gather.cold;
-    gather.nodes.push_back(res);
+    res->src[1] = state.gather.cold;
+    state.gather.nodes.push_back(res);
 
     ggml_tensor * cur = ggml_reshape_3d(ctx, rows, from->ne[0], n_cur, n_stream);
 
-    res = ggml_set_rows(ctx, res, flat_rows(ctx, ring), gather.ring);
-    res = ggml_set_rows(ctx, res, cur, gather.cur);
+    res = ggml_set_rows(ctx, res, flat_rows(ctx, ring), state.gather.ring);
+    res = ggml_set_rows(ctx, res, cur, state.gather.cur);
 
     return ggml_reshape_4d(ctx, res, cold->ne[0], cold->ne[1], n, n_stream);
 }
 
 void llama_kv_cache_mixed_context::pin_gathered(const llm_graph_context & graph, int32_t il) const {
     ggml_backend_t backend = find_backend(graph, il);
-    for (ggml_tensor * node : gather.nodes) {
+    for (ggml_tensor * node : state.gather.nodes) {
         if (backend) {
             ggml_backend_sched_set_tensor_backend(graph.sched, node, backend);
         }
     }
-    gather.nodes.clear();
+    state.gather.nodes.clear();
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::get_k(ggml_context * ctx, int32_t il) const {
     ggml_tensor * cold    = llama_kv_cache_context::get_k(ctx, il);
-    ggml_tensor * subtracted_bias = angles.cells && !kv_mixed->is_fused(il) ? kv_mixed->build_subtracted_bias(ctx, angles.cells, il) : nullptr;
+    ggml_tensor * subtracted_bias = state.angles.cells && !kv_mixed->is_fused(il) ? kv_mixed->build_subtracted_bias(ctx, state.angles.cells, il) : nullptr;
 
     if (kv_mixed->is_fused(il) || (!kv_mixed->get_hot().has_rows() && !subtracted_bias)) {
         return cold;

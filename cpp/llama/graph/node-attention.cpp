@@ -383,9 +383,14 @@ bool llama_kv_node_runs_on(
     };
 
     ggml_tensor * choice    = nullptr;
-    ggml_tensor * stored    = llama_kv_node_store(ctx, node, rows_k, rows_v, k, v, idxs, idxs);
-    ggml_tensor * attention = llama_kv_node_attention(ctx, node, q, heads(rows_k, n_embd_head_k), heads(rows_v, n_embd_head_v),
-            nullptr, nullptr, nullptr, nullptr, mask, nullptr, &choice);
+    ggml_tensor * stored    = llama_kv_node_store(ctx, node, { { k, rows_k, idxs }, { v, rows_v, idxs } });
+
+    llama_kv_attention_inputs in;
+    in.q      = q;
+    in.cold_k = heads(rows_k, n_embd_head_k);
+    in.cold_v = heads(rows_v, n_embd_head_v);
+    in.mask   = mask;
+    ggml_tensor * attention = llama_kv_node_attention(ctx, node, in, &choice);
 
     return ggml_backend_dev_supports_op(dev, stored) && ggml_backend_dev_supports_op(dev, attention);
 }
@@ -414,27 +419,19 @@ static void set_device_params(ggml_tensor * res, const llama_kv_node & node) {
 }
 
 ggml_tensor * llama_kv_node_attention(
-        ggml_context * ctx,
-        llama_kv_node & node,
-        ggml_tensor * q,
-        ggml_tensor * cold_k, ggml_tensor * cold_v,
-        ggml_tensor * ring_k, ggml_tensor * ring_v,
-        ggml_tensor * cur,    ggml_tensor * idxs,
-        ggml_tensor * mask,
-        ggml_tensor * sinks,
-        ggml_tensor ** choice) {
-    llama_kv_guard(q->type == GGML_TYPE_F32 && q->nb[0] == sizeof(float), "Q of a token comes as rows of F32");
+        ggml_context * ctx, llama_kv_node & node, const llama_kv_attention_inputs & in, ggml_tensor ** choice) {
+    llama_kv_guard(in.q->type == GGML_TYPE_F32 && in.q->nb[0] == sizeof(float), "Q of a token comes as rows of F32");
 
-    node.has_ring  = ring_k != nullptr;
-    node.has_sinks = sinks != nullptr;
+    node.has_ring  = in.ring_k != nullptr;
+    node.has_sinks = in.sinks != nullptr;
 
-    std::vector<ggml_tensor *> srcs = { q, cold_k, cold_v, mask };
+    std::vector<ggml_tensor *> srcs = { in.q, in.cold_k, in.cold_v, in.mask };
 
     if (node.has_ring) {
-        srcs.insert(srcs.end(), { ring_k, ring_v, cur, idxs });
+        srcs.insert(srcs.end(), { in.ring_k, in.ring_v, in.cur, in.idxs });
     }
     if (node.has_sinks) {
-        srcs.push_back(sinks);
+        srcs.push_back(in.sinks);
     }
 
     if (srcs.size() + 1 >= GGML_MAX_SRC) {
@@ -446,7 +443,7 @@ ggml_tensor * llama_kv_node_attention(
         srcs.push_back(*choice);
     }
 
-    ggml_tensor * res = ggml_custom_4d(ctx, GGML_TYPE_F32, cold_v->ne[0]*q->ne[1], q->ne[2], 1, 1,
+    ggml_tensor * res = ggml_custom_4d(ctx, GGML_TYPE_F32, in.cold_v->ne[0]*in.q->ne[1], in.q->ne[2], 1, 1,
             srcs.data(), (int) srcs.size(), attention_compute, GGML_N_TASKS_MAX, &node);
 
     if (node.on_device) {

@@ -67,32 +67,39 @@ static void subtract_bias(std::vector<float> & row, const llama_kv_node & node, 
     llama_kv_subtract_bias(row.data(), n_embd_head, *node.scales, angles.data());
 }
 
-// of K and V, 1: there is no V
-static int count_kinds(const ggml_tensor * dst) {
-    return dst->src[3] ? 2 : 1;
+// The sources of the node: cur, cold and idxs of K and V, as devices too read them (cpp/attention/cuda/nodes.cu)
+static std::vector<ggml_tensor *> to_sources(const llama_kv_store_inputs & in) {
+    if (!in.v.cold) {
+        return { in.k.cur, in.k.cold, in.k.idxs };
+    }
+    return { in.k.cur, in.v.cur, in.k.cold, in.v.cold, in.k.idxs, in.v.idxs };
 }
 
-// cur: src[i], cold: src[n + i], idxs: src[2*n + i]; i = 0 for K, 1 for V, n of them
-static void store_token(ggml_tensor * dst, const llama_kv_node & node, int i, int64_t token) {
-    const int n_kinds = count_kinds(dst);
+static llama_kv_store_inputs to_inputs(const ggml_tensor * dst) {
+    ggml_tensor * const * src = dst->src;
+    if (!src[3]) {
+        return { { src[0], src[1], src[2] }, {} };
+    }
+    return { { src[0], src[2], src[4] }, { src[1], src[3], src[5] } };
+}
 
-    const ggml_tensor * cur  = dst->src[i];
-    const ggml_tensor * cold = dst->src[n_kinds + i];
+static void store_token(ggml_tensor * dst, const llama_kv_node & node, const llama_kv_store_inputs & in, bool is_v, int64_t token) {
+    const auto & [cur, cold, idxs] = is_v ? in.v : in.k;
 
-    const int64_t cell = ((const int64_t *) dst->src[2*n_kinds + i]->data)[token];
+    const int64_t cell = ((const int64_t *) idxs->data)[token];
     const int64_t n    = cur->ne[0]*cur->ne[1];
 
-    const auto * scales   = i == 0 ? node.scales : nullptr;
-    const int    rotation = i == 0 ? node.rotation_k : node.rotation_v;
+    const auto * scales   = is_v ? nullptr : node.scales;
+    const int    rotation = is_v ? node.rotation_v : node.rotation_k;
 
     const float * x = change_basis(load_row(cur, token), scales, rotation);
 
     if (node.has_ring) {
-        const size_t first = i == 0 ? 0 : dst->src[0]->ne[0]*dst->src[0]->ne[1];
+        const size_t first = is_v ? in.k.cur->ne[0]*in.k.cur->ne[1] : 0;
         llama_kv_row_writer(GGML_TYPE_F16)(x, (char *) dst->data + token*dst->nb[1] + first*sizeof(ggml_fp16_t), n);
     }
 
-    if (i == 0 && node.pairs) {
+    if (!is_v && node.pairs) {
         auto & row = load_row(cur, token);
         subtract_bias(row, node, cur->ne[0], cell);
         x = change_basis(row, scales, rotation);
@@ -106,44 +113,37 @@ static void store_token(ggml_tensor * dst, const llama_kv_node & node, int i, in
 static void store_compute(ggml_tensor * dst, int ith, int nth, void * userdata) {
     const auto & node = *(const llama_kv_node *) userdata;
 
-    const int     n_kinds = count_kinds(dst);
+    const auto    in      = to_inputs(dst);
+    const int64_t n_kinds = in.v.cold ? 2 : 1; // K alone, or V besides
     const int64_t n       = n_kinds*dst->ne[1];
 
     for (int64_t i = n*ith/nth; i < n*(ith + 1)/nth; ++i) {
-        store_token(dst, node, i % n_kinds, i / n_kinds);
+        store_token(dst, node, in, i % n_kinds == 1, i / n_kinds);
     }
 
     // of rows that are there already
     const size_t n_due = node.pages ? node.all_pages->get_due().size() : 0;
     for (size_t i = n_due*ith/nth; i < n_due*(ith + 1)/nth; ++i) {
-        node.pages->make(llama_kv_node_rows(dst->src[n_kinds], dst->src[0]->ne[0]), node.all_pages->get_due()[i]);
+        node.pages->make(llama_kv_node_rows(in.k.cold, in.k.cur->ne[0]), node.all_pages->get_due()[i]);
     }
 }
 
-ggml_tensor * llama_kv_node_store(
-        ggml_context * ctx,
-        llama_kv_node & node,
-        ggml_tensor * cold_k, ggml_tensor * cold_v,
-        ggml_tensor * cur_k,  ggml_tensor * cur_v,
-        ggml_tensor * k_idxs, ggml_tensor * v_idxs) {
-    std::vector<ggml_tensor *> srcs = { cur_k, cold_k, k_idxs };
-    if (cold_v) {
-        srcs = { cur_k, cur_v, cold_k, cold_v, k_idxs, v_idxs };
+ggml_tensor * llama_kv_node_store(ggml_context * ctx, llama_kv_node & node, const llama_kv_store_inputs & in) {
+    const int64_t n_tokens = in.k.cur->ne[2];
+
+    for (const auto & [cur, cold, idxs] : { in.k, in.v }) {
+        if (cold) {
+            llama_kv_guard(cur->type == GGML_TYPE_F32 && cur->nb[0] == sizeof(float), "K and V of a token come as rows of F32");
+            llama_kv_guard(idxs->type == GGML_TYPE_I64 && idxs->ne[0] == n_tokens, "each token comes with the row that it goes to");
+        }
     }
 
-    const size_t n_kinds = srcs.size()/3;
-    for (size_t i = 0; i < n_kinds; ++i) {
-        const ggml_tensor * cur  = srcs[i];
-        const ggml_tensor * idxs = srcs[2*n_kinds + i];
-        llama_kv_guard(cur->type == GGML_TYPE_F32 && cur->nb[0] == sizeof(float), "K and V of a token come as rows of F32");
-        llama_kv_guard(idxs->type == GGML_TYPE_I64 && idxs->ne[0] == cur_k->ne[2], "each token comes with the row that it goes to");
-    }
-
+    auto srcs = to_sources(in);
     if (node.on_device && node.scale_k) {
         srcs.push_back(node.scale_k);
     }
 
-    ggml_tensor * res = ggml_custom_4d(ctx, GGML_TYPE_F16, cold_k->ne[0] + (cold_v ? cold_v->ne[0] : 0), cur_k->ne[2], 1, 1,
+    ggml_tensor * res = ggml_custom_4d(ctx, GGML_TYPE_F16, in.k.cold->ne[0] + (in.v.cold ? in.v.cold->ne[0] : 0), n_tokens, 1, 1,
             srcs.data(), (int) srcs.size(), store_compute, GGML_N_TASKS_MAX, &node);
 
     if (node.on_device) {

@@ -105,18 +105,20 @@ struct llama_kv_node {
 // Stores K and V of the ubatch, rotated if the node says so, as the cache stores them and rounded to F16 besides.
 // One node instead of two rotations, two casts and two SET_ROWS: what they cost in decoding is the wait after each.
 //
-// cold           k, v of all streams as the cache stores them [n_embd_gqa, kv_size, n_stream]; V is nullptr in all three
-//                where keys are all that is stored
-// cur            k, v F32 [n_embd_head, n_head_kv, n_tokens]
-// k_idxs, v_idxs I64 [n_tokens] (the first n_tokens are used), rows of the cold tensors
-// returns        F16 [n_embd_k_gqa + n_embd_v_gqa, n_tokens], the rows of the ubatch as the ring will hold them;
-//                nothing is written to it when the node has no ring
-ggml_tensor * llama_kv_node_store(
-        ggml_context * ctx,
-        llama_kv_node & node,
-        ggml_tensor * cold_k, ggml_tensor * cold_v,
-        ggml_tensor * cur_k,  ggml_tensor * cur_v,
-        ggml_tensor * k_idxs, ggml_tensor * v_idxs);
+// returns F16 [n_embd_k_gqa + n_embd_v_gqa, n_tokens], the rows of the ubatch as the ring will hold them;
+//         nothing is written to it when the node has no ring
+struct llama_kv_store_inputs {
+    struct rows {
+        ggml_tensor * cur  = nullptr; // F32 [n_embd_head, n_head_kv, n_tokens]
+        ggml_tensor * cold = nullptr; // of all streams as the cache stores them [n_embd_gqa, kv_size, n_stream]
+        ggml_tensor * idxs = nullptr; // I64 [n_tokens] (the first n_tokens are used), rows of the cold tensor
+    };
+
+    rows k;
+    rows v; // all nullptr where keys are all that is stored
+};
+
+ggml_tensor * llama_kv_node_store(ggml_context * ctx, llama_kv_node & node, const llama_kv_store_inputs & in);
 
 // Writes the F16 rows of the ubatch, as llama_kv_node_store returns them, to the ring rows idxs [n_tokens].
 void llama_kv_node_write_ring(
@@ -130,24 +132,22 @@ mixedkv::row_type llama_kv_node_row_type(ggml_type type);
 
 // Attends to the rows as they lie.
 //
-// q       F32 [n_embd_head_k, n_head, n_tokens]
-// cold    k, v as the cache stores them [n_embd_head, n_head_kv, n_kv, n_stream]
-// ring    k, v F16 [n_embd_head, n_head_kv, n_ring, n_stream], nullptr: neither ring nor cur nor idxs
-// cur     F16 [n_embd_k_gqa + n_embd_v_gqa, n_tokens], from llama_kv_node_store
-// idxs    I64 [n_tokens], ring rows of all streams where cur goes
-// mask    F16 [n_kv + n_ring + n_tokens/n_stream, n_tokens/n_stream, 1, n_stream]
 // choice  is set to the node before it, which chooses pages, where the layer has them
 // returns F32 [n_embd_head_v*n_head, n_tokens]
+struct llama_kv_attention_inputs {
+    ggml_tensor * q      = nullptr; // F32 [n_embd_head_k, n_head, n_tokens]
+    ggml_tensor * cold_k = nullptr; // as the cache stores them [n_embd_head, n_head_kv, n_kv, n_stream]
+    ggml_tensor * cold_v = nullptr;
+    ggml_tensor * ring_k = nullptr; // F16 [n_embd_head, n_head_kv, n_ring, n_stream], nullptr: neither ring nor cur nor idxs
+    ggml_tensor * ring_v = nullptr;
+    ggml_tensor * cur    = nullptr; // F16 [n_embd_k_gqa + n_embd_v_gqa, n_tokens], from llama_kv_node_store
+    ggml_tensor * idxs   = nullptr; // I64 [n_tokens], ring rows of all streams where cur goes
+    ggml_tensor * mask   = nullptr; // F16 [n_kv + n_ring + n_tokens/n_stream, n_tokens/n_stream, 1, n_stream]
+    ggml_tensor * sinks  = nullptr; // nullptr: the layer has none
+};
+
 ggml_tensor * llama_kv_node_attention(
-        ggml_context * ctx,
-        llama_kv_node & node,
-        ggml_tensor * q,
-        ggml_tensor * cold_k, ggml_tensor * cold_v,
-        ggml_tensor * ring_k, ggml_tensor * ring_v,
-        ggml_tensor * cur,    ggml_tensor * idxs,
-        ggml_tensor * mask,
-        ggml_tensor * sinks,
-        ggml_tensor ** choice);
+        ggml_context * ctx, llama_kv_node & node, const llama_kv_attention_inputs & in, ggml_tensor ** choice);
 
 // whether t is the attention of this node's layer: by what it computes, since names of tensors are for people
 bool llama_kv_node_attends(const ggml_tensor * t, const llama_kv_node & node);
