@@ -136,7 +136,8 @@ size_t weights_work_bytes(const weights_columns * columns) {
     if (!columns->are_chosen) {
         return body_of(columns->type, columns->n_columns)->work_bytes(columns->n_elements, 0);
     }
-    // as many as are chosen at once, whatever their number is: a product may be given some of them twice
+    // Which columns are chosen is known only when it runs, and one may be chosen twice, so more than there are. Ask for
+    // any number: the kernel limits it to a tile.
     const int64_t any = std::numeric_limits<int32_t>::max();
     return (chosen().tiles ? chosen().tiles : chosen().quantised)->work_bytes(columns->n_elements, any);
 }

@@ -91,7 +91,7 @@ void llama_kv_hot_rows::lay_out(const mixedkv::hot_window & before) {
     }
 }
 
-// from the slots that the cells had before to those that they have now
+// Moves the F16 row of each cell from the slot that it had in `before` to the one that it has now.
 void llama_kv_hot_rows::move_rows(uint32_t strm, const mixedkv::hot_ring & before) {
     const auto & after = slots.get_ring(strm);
 

@@ -106,7 +106,8 @@ private:
 
     stream & of(const llama_kv_cache & kv, uint32_t strm);
 
-    // what is known of a cell's row, whatever the present setting is
+    // what is known of a cell's row, whatever the present setting is; notes first that a row at another position than the
+    // recorded one is approximate, and that one of which nothing is recorded is doubted
     row & find(const llama_kv_cache & kv, uint32_t strm, uint32_t cell);
 
     void set(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, const row & value);

@@ -48,6 +48,9 @@ class Restorer:
             self._observer.restored(job)
 
     def _advance(self, job: Job, fetched: Fetched) -> None:
+        """Load the next block that was fetched, and note in the sequence which tokens have rows now. It
+        has none after a comparison with evaluated rows; the blocks are then loaded again.
+        """
         seq = job.seq
         assert seq is not None
         block = fetched.advance(self._kv, seq.id)

@@ -157,11 +157,12 @@ class KVBlock:
             "p0": self.p0,
             "p1": self.p1,
             "groups": [describe_group(group) for group in self.groups],
-            "truth": describe_validity(self.validity),
+            "truth": describe_validity(self.validity),  # the name that files have
             "past": f"{self.past:016x}",
             "setting": self.setting,
         }
         points = [point.describe() for point in self.checkpoints]
+        # `from_arrays` takes a block without groups only if it names checkpoints, be it none
         return {**rows, "checkpoints": points} if points or not self.groups else rows
 
     @classmethod

@@ -112,10 +112,10 @@ def missing_byte(llm: llama_cpp.Llama) -> int | None:
     """Return a byte that a SentencePiece vocabulary has no token for; texts with it end the process."""
     if llama_cpp.llama_vocab_type(vocab(llm)) != llama_cpp.LLAMA_VOCAB_TYPE_SPM:
         return None
-    missing = {text: byte for byte in range(256) for text in (b"<0x%02X>" % byte, bytes([byte]))}
+    byte_of = {text: byte for byte in range(256) for text in (b"<0x%02X>" % byte, bytes([byte]))}
     bytes_left = set(range(256))
     for token in range(llama_cpp.llama_vocab_n_tokens(vocab(llm))):
-        bytes_left.discard(missing.get(llama_cpp.llama_vocab_get_text(vocab(llm), token), -1))
+        bytes_left.discard(byte_of.get(llama_cpp.llama_vocab_get_text(vocab(llm), token), -1))
         if not bytes_left:
             return None
     return min(bytes_left)

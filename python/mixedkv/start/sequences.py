@@ -243,9 +243,12 @@ class SequencePool:
         return best
 
     def match_long(self, tenant: str, prompt: LongPrompt) -> tuple[SequenceMatch, int]:
-        """Return the sequence that most of a prompt which does not fit can go on from, and how many tokens of
-        the prompt are then left out. Those of its rows that are not dropped move down, if they are not there
-        yet.
+        """Find the sequence with the longest start for a prompt that does not fit the context, of which the
+        tokens behind its head are dropped. The sequence may have dropped some of them in an earlier turn.
+
+        Returns:
+            the match, whose `dropped` tokens are still to be taken out of the sequence, and how many tokens
+            of the prompt are left out in all.
         """
         best, n_dropped = NO_MATCH, 0
         for seq in self._all:
@@ -255,7 +258,7 @@ class SequencePool:
             if gap is not None and gap.begin != prompt.head:
                 continue
             wanted, dropped = prompt.beginning(len(seq.tokens) + 1, gone), prompt.to_drop(gone)
-            more = dropped - gone
+            more = dropped - gone  # still to be taken out of the sequence
             n = min(seq.common(wanted), len(wanted) - 1) - more
             if n <= max(best.n, prompt.head + self._min_shared) or (more and not self.can_move):
                 continue

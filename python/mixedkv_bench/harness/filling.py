@@ -204,6 +204,7 @@ class _Template:
 
 
 def _read_rows(reader: _Reader, n: int) -> _Rows:
+    """Read K or V of one layer: its type, the bytes of a row, and the rows of `n` cells one after another."""
     start = reader.at
     reader.value("<i4")
     size = reader.value("<u8")
@@ -212,6 +213,9 @@ def _read_rows(reader: _Reader, n: int) -> _Rows:
 
 
 def _read_transposed(reader: _Reader, n: int) -> _Rows:
+    """Read V of one layer that is stored by element: its type, the bytes of an element, the elements of a
+    row, and for each of these the values of `n` cells.
+    """
     start = reader.at
     reader.value("<i4")
     element, width = reader.value(), reader.value()

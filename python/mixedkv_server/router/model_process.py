@@ -199,7 +199,7 @@ class ModelProcess:
             return False
 
     async def _look_after(self, process: asyncio.subprocess.Process) -> None:
-        """Pass its log on until it ends, and count an end that nobody asked for."""
+        """Print the log of the process until it ends. Count an end that `stop` did not ask for."""
         began = time.monotonic()
         assert process.stderr is not None
         while line := await _line(process.stderr):
@@ -215,7 +215,7 @@ class ModelProcess:
         if self._ending:
             return
         self._n_failures += 1
-        if self._n_failures > 1:
+        if self._n_failures > 1:  # after the first one it is started at once
             self._backoff.failed()
         log.error("the process of the model %s ended with %d after %.0f s", self.name, code, seconds)
 

@@ -191,7 +191,12 @@ class MtpHead:
                 reader.take_out(tokens)
 
     def draft(self, wanted: Sequence[tuple[Job, int]]) -> list[list[int]]:
-        """Return up to that many tokens that may come next for each job; none for one not read yet."""
+        """Return up to the given number of drafts for each job; none for a job with tokens that the head has
+        still to `read`.
+
+        The first pass evaluates each job's latest tokens with the model's hidden states. Each further pass
+        evaluates the newest draft of every job that goes on, with the head's own state.
+        """
         drafts = [_Draft(self._reader(job), len(job.tokens), n) for job, n in wanted]
         self._batch.clear()
         begun = []
