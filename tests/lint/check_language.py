@@ -15,7 +15,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-PACKAGES = tuple(sorted(str(path) for path in Path("python").iterdir() if path.is_dir()))
+PYTHON = Path(__file__).parents[2] / "python"
+PACKAGES = tuple(f"python/{path.name}" for path in sorted(PYTHON.iterdir()) if path.is_dir())
 GENERATED = ("split_pb2.py",)
 MOST_WORDS = 30
 
