@@ -1,4 +1,4 @@
-"""Signals while a server starts: SIGHUP is remembered until `doors.signals` follows it."""
+"""Signals while a server starts: SIGHUP is remembered until `mixedkv_service.signals` follows it."""
 
 from __future__ import annotations
 
