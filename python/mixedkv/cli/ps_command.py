@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from datetime import datetime, timezone
 
-from mixedkv.cli.running_server import add_server_arguments, ask
+from mixedkv.cli.running_server import add_server_arguments, ask_list
 from mixedkv.sizes import format_bytes
 from mixedkv.terminal import printable
 
@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    models = ask(args, "GET", "/api/ps")["models"]
+    models = ask_list(args, "/api/ps", "models", {"name": str, "size": int})
     if not models:
         print(f"{args.url}: no model is in memory; a request that names one loads it")
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from mixedkv.cli.running_server import add_server_arguments, ask
+from mixedkv.cli.running_server import add_server_arguments, ask, ask_list
 from mixedkv.nearest_word import did_you_mean
 
 _PATIENCE = 60.0  # seconds in which its running answers may end and its KV may be stored
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    models = [each["id"] for each in ask(args, "GET", "/v1/models")["data"]]
+    models = [each["id"] for each in ask_list(args, "/v1/models", "data", {"id": str})]
     if args.name not in models:
         hint = did_you_mean(args.name, models)
         raise ValueError(f"{args.url} serves no model {args.name!r}{hint}: it has {', '.join(models)}")
@@ -45,4 +45,4 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _loaded(args: argparse.Namespace) -> list[str]:
-    return [each["name"] for each in ask(args, "GET", "/api/ps")["models"]]
+    return [each["name"] for each in ask_list(args, "/api/ps", "models", {"name": str})]

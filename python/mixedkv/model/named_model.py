@@ -128,6 +128,8 @@ def kept_models() -> list[KeptModel]:
         return []
     found: dict[str, KeptModel] = {}
     for repo in repos:
+        if repo.repo_type != "model":
+            continue
         for revision in sorted(repo.revisions, key=lambda each: each.last_modified):
             sizes = {
                 each.file_path.relative_to(revision.snapshot_path).as_posix(): each.size_on_disk

@@ -34,7 +34,7 @@ def remove_model(name: str) -> int:
         return _remove_packaged(name)
     if is_hub_name(name) or is_of_hub(name):
         return _remove_of_hub(name if is_hub_name(name) else PREFIX + name)
-    if Path(name).exists():
+    if name and Path(name).exists():
         raise ValueError(f"{name} is a file of yours and was not downloaded by its name: remove it yourself")
     raise _absent(name)
 
@@ -60,13 +60,14 @@ def _remove_packaged(name: str) -> int:
 
 
 def _remove_of_hub(name: str) -> int:
-    repo_id, _, file = name.removeprefix(PREFIX).partition(":")
+    repo_id, colon, file = name.removeprefix(PREFIX).partition(":")
     kept = [each.name for each in kept_models() if each.name.startswith(f"{PREFIX}{repo_id}:")]
-    if not kept or (file and name not in kept):
+    if not kept or (colon and name not in kept):
         raise _absent(name)
     from huggingface_hub import scan_cache_dir
 
-    (repo,) = [each for each in scan_cache_dir().repos if each.repo_id == repo_id]
+    repos = scan_cache_dir().repos
+    (repo,) = [each for each in repos if each.repo_id == repo_id and each.repo_type == "model"]
     if not file or kept == [name]:  # with its image encoder, and what else came with it
         revisions = [each.commit_hash for each in repo.revisions]
         strategy = scan_cache_dir().delete_revisions(*revisions)
@@ -76,7 +77,9 @@ def _remove_of_hub(name: str) -> int:
 
 
 def _remove_files(repo: Any, file: str) -> int:
-    """Remove a file of a repository, or all parts of a split one, in all revisions."""
+    """Remove a file of a repository, or all parts of a split one, in all revisions. A link to somewhere else
+    is removed, and not what it points to.
+    """
     freed: dict[Path, int] = {}
     used: set[Path] = set()
     for revision in repo.revisions:
@@ -86,7 +89,8 @@ def _remove_files(repo: Any, file: str) -> int:
         gone = set(parts_of(file, list(named)))
         for each, found in named.items():
             if each in gone:
-                freed[found.blob_path] = found.size_on_disk
+                if found.blob_path.is_relative_to(repo.repo_path):
+                    freed[found.blob_path] = found.size_on_disk
                 found.file_path.unlink(missing_ok=True)
             else:
                 used.add(found.blob_path)

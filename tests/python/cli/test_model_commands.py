@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import socketserver
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,4 +147,71 @@ def test_without_a_server_the_address_is_named(capsys: pytest.CaptureFixture[str
     assert (
         "no server answers at http://127.0.0.1:1 (Connection refused): start one with mixedkv serve" in said_
     )
-    assert "--url me: write http://HOST:PORT" in said(capsys, *words, "--url", "me", code=2)
+    for url in ("me", "http://", "http://[::1", "http://a b", "http://me:x", "http://x..y", "ftp://me"):
+        assert f"--url {url}: write http://HOST:PORT" in said(capsys, *words, "--url", url, code=2)
+    said_ = said(capsys, *words, "--url", "http://127.0.0.1:1", "--api-key", "a\nb", code=2)
+    assert "--api-key: a key has one line" in said_
+
+
+class _Stranger(socketserver.StreamRequestHandler):
+    says = b""
+
+    def handle(self) -> None:
+        self.rfile.readline()
+        self.wfile.write(self.says)
+
+
+_OK = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
+
+
+@pytest.mark.parametrize("words", [["ps"], ["stop", "x"]])
+@pytest.mark.parametrize(
+    "says",
+    [
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{}",
+        _OK + b"<html>",
+        _OK + b"{}",
+        _OK + b"[]",
+        _OK + b'{"models": 3, "data": 3}',
+        _OK + b'{"models": [{}], "data": [{}]}',
+        _OK + b'{"models": [[]], "data": [[]]}',
+        _OK + b'{"models": [{"name": "x", "size": "big"}], "data": [{"id": 5}]}',
+        b"HTTP/1.1 302 Found\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n",
+    ],
+)
+def test_a_server_of_something_else(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, words: list[str], says: bytes
+) -> None:
+    monkeypatch.setattr(_Stranger, "says", says)
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Stranger) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        (line,) = said(capsys, *words, "--url", url, code=2).splitlines()
+        server.shutdown()
+    assert line.startswith(f"mixedkv: error: {url} is no server of models: ")
+
+
+def test_a_key_goes_to_no_other_address(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bytes] = []
+
+    class Other(_Stranger):
+        def handle(self) -> None:
+            asked.append(self.rfile.readline())
+
+    with (
+        socketserver.ThreadingTCPServer(("127.0.0.1", 0), Other) as other,
+        socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Stranger) as server,
+    ):
+        for each in (other, server):
+            threading.Thread(target=each.serve_forever, daemon=True).start()
+        to = f"http://127.0.0.1:{other.server_address[1]}/api/ps"
+        monkeypatch.setattr(_Stranger, "says", f"HTTP/1.1 307 Moved\r\nLocation: {to}\r\n\r\n".encode())
+        url = f"http://127.0.0.1:{server.server_address[1]}"
+        assert f"it points to {to}" in said(capsys, "ps", "--url", url, "--api-key", "mine", code=2)
+        for each in (other, server):
+            each.shutdown()
+    assert asked == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -155,6 +156,38 @@ def test_models_are_removed_whole_or_by_file(hub: LocalHub, tmp_path: Path) -> N
     assert "me/many" in mixedkv(hub, tmp_path, "rm", "hf:me/many:a-Q4_K_M.gguf")[0]
     assert "me/many" not in mixedkv(hub, tmp_path, "ls")[0]
     assert not small.exists()
+
+
+def test_rm_removes_nothing_outside_the_cache(hub: LocalHub, tmp_path: Path) -> None:
+    home, own = tmp_path / "home", tmp_path / "own.gguf"
+    own.write_bytes(MODEL)
+    small = Path(mixedkv(hub, home, "pull", "me/many:Q4_K_M")[0].strip())
+    linked = small.with_name("a-Q8_0.gguf")  # a file of the user's, put where the hub's would be
+    linked.symlink_to(own)
+    assert ": removed, 0 B" in mixedkv(hub, home, "rm", "hf:me/many:a-Q8_0.gguf")[0]
+    assert not linked.is_symlink()
+    linked.symlink_to(own)
+    assert mixedkv(hub, home, "rm", "me/many")[0].startswith("me/many: removed, ")
+    assert not small.exists()
+    assert own.read_bytes() == MODEL
+
+
+def test_rm_removes_no_data_set(hub: LocalHub, tmp_path: Path) -> None:
+    model = Path(mixedkv(hub, tmp_path, "pull", "me/tiny")[0].strip())
+    folder = model.parents[2]
+    data = folder.with_name(folder.name.replace("models--", "datasets--"))
+    shutil.copytree(folder, data, symlinks=True)
+    assert mixedkv(hub, tmp_path, "rm", "me/tiny")[0].startswith("me/tiny: removed, 4.8 MiB")
+    assert "me/tiny" not in mixedkv(hub, tmp_path, "models")[0]  # a data set's file is no model
+    assert "is not on this machine" in mixedkv(hub, tmp_path, "rm", "me/tiny", code=2)[1]
+    assert (data / model.relative_to(folder)).read_bytes() == MODEL
+
+
+@pytest.mark.parametrize("name", ["hf:me/tiny:", "hf:me/tiny:../..", "hf:../..", ""])
+def test_rm_takes_whole_names_only(hub: LocalHub, tmp_path: Path, name: str) -> None:
+    model = Path(mixedkv(hub, tmp_path, "pull", "me/tiny")[0].strip())
+    assert f"the model {name!r} is not on this machine" in mixedkv(hub, tmp_path, "rm", name, code=2)[1]
+    assert model.exists()
 
 
 @pytest.mark.parametrize(
