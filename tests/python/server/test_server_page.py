@@ -134,7 +134,7 @@ def test_its_numbers_are_those_of_the_stats(server: Server, open_page: OpenPage)
         if kind != "of_latest_requests":
             shown_seconds = _seconds(page.text_content(f'[data-stat="latency.{kind}.median_seconds"]'))
             assert shown_seconds == pytest.approx(summary["median_seconds"], rel=0.1, abs=6e-5), kind
-            assert page.text_content(f"#of-{kind}").startswith(f"median of {summary['count']};")
+            assert page.text_content(f"#of-{kind}").startswith(f"median of {summary['count']}, the last ")
     layers = [(int(row[0]), _bytes(row[2]), _bytes(row[3])) for row in cells(page, "layers")]
     assert [layer[0] for layer in layers] == [layer["il"] for layer in stats["layers"]]
     assert sum(layer[1] + layer[2] for layer in layers) == pytest.approx(cache["bytes_total"], rel=0.05)
