@@ -276,7 +276,7 @@ class BodyLimit:
 
     async def _read_or_refuse(self, scope: Scope, receive: Receive, held: _Held) -> ApiError | None:
         try:
-            await asyncio.wait_for(self._read(scope, receive, held), self._read_seconds)
+            await self._read_in_time(scope, receive, held)
         except asyncio.TimeoutError:
             message = f"the body did not come within {self._read_seconds:g} seconds: send it faster, or less"
             refusal = ApiError(408, message, code="request_timeout", headers={"Connection": "close"})
@@ -286,6 +286,27 @@ class BodyLimit:
             return None
         self._release(held)  # the answer to a request that took too long
         return refusal
+
+    async def _read_in_time(self, scope: Scope, receive: Receive, held: _Held) -> None:
+        """Read the body of a request in `read_seconds`, besides the time that it was made to wait here.
+
+        Raises:
+            ApiError: as `_read`.
+            TimeoutError: it did not come in time.
+        """
+        work = asyncio.ensure_future(self._read(scope, receive, held))
+        left = self._read_seconds
+        try:
+            while left > 0 and not work.done():
+                await asyncio.wait({work}, timeout=left)
+                left, held.waited = held.waited, 0.0
+        finally:
+            if is_late := not work.done():
+                work.cancel()
+        if is_late:
+            await asyncio.wait({work})
+            raise asyncio.TimeoutError
+        work.result()
 
     def _check_place(self, scope: Scope, path: str) -> None:
         """Let the connection in as its tenant's. Health checks are answered beyond the limit too.
@@ -331,13 +352,14 @@ class BodyLimit:
             self._reserve(held, size, limit)
             held.parts.append(part)
             if size > _SMALL and presence.has_others(held.tenant):
-                await self._wait_for_turn(held.tenant, len(part))
+                await self._wait_for_turn(held, len(part))
 
-    async def _wait_for_turn(self, tenant: str, n: int) -> None:
+    async def _wait_for_turn(self, held: _Held, n: int) -> None:
         """Read large bodies of a tenant at a limited rate, since the event loop reads those of all."""
-        now = asyncio.get_running_loop().time()
+        tenant, now = held.tenant, asyncio.get_running_loop().time()
         end = max(now, self._read_until.get(tenant, now)) + n / _BYTES_PER_SECOND
         self._read_until = {name: at for name, at in self._read_until.items() if at > now} | {tenant: end}
+        held.waited += end - now
         await asyncio.sleep(end - now)
 
     def _reserve(self, held: _Held, size: int, limit: int) -> None:
@@ -385,10 +407,14 @@ def _too_many_bytes(what: str, limit: str) -> ApiError:
 class _Held:
     """A body in memory: the bytes received so far and its parts, which are None if it is incomplete; and how
     many bytes its answer may have.
+
+    Attributes:
+        waited: seconds that it was made to wait for its turn, which its client cannot help.
     """
 
     def __init__(self, tenant: str) -> None:
         self.tenant, self.size, self.answer = tenant, 0, 0
+        self.waited = 0.0
         self.parts: Any = []
 
     def replay(self, receive: Receive) -> Receive:

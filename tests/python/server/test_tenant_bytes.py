@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mixedkv.engine import Request, Sampling
+from mixedkv.work.presence import presence
 from mixedkv_server.api.request_limits import answer_bytes
 from mixedkv_server.api_error import ApiError
 from mixedkv_server.http.middleware import HOLD_ANSWER, BodyLimit
@@ -100,12 +102,39 @@ def test_large_answers_of_a_tenant_are_bounded_until_they_are_read(tmp_path: Pat
     asyncio.run(scene())
 
 
-async def _ask(app: Any, key: str) -> int:
+def test_a_body_has_the_time_that_it_was_made_to_wait(tmp_path: Path) -> None:
+    """8 MB take half a second beside another tenant. The client sends them at once, or stops in between."""
+
+    async def scene() -> None:
+        async def application(scope: Any, receive: Any, send: Any) -> None:
+            size = len((await receive())["body"])
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": str(size).encode()})
+
+        keys = Keys.load(str(key_file(tmp_path, "a:key-of-a-0123456789")))
+        app: Any = BodyLimit(
+            application, max_bytes=10_000_000, read_seconds=0.2, seconds=60, keys=keys, count=_Count()
+        )
+        parts = [bytes(1_000_000)] * 8
+        with presence.of("b"):
+            assert await _ask(app, "key-of-a-0123456789", parts) == 200
+            assert await asyncio.wait_for(_ask(app, "key-of-a-0123456789", [*parts, None]), 5) == 408
+        assert await asyncio.wait_for(_ask(app, "key-of-a-0123456789", [b"", None]), 5) == 408
+        assert not app._bodies._held
+
+    asyncio.run(scene())
+
+
+async def _ask(app: Any, key: str, parts: Sequence[bytes | None] = (b"{}",)) -> int:
+    """The status of an answer. A body stops coming at None."""
     found: list[int] = []
-    messages = [{"type": "http.request", "body": b"{}", "more_body": False}]
+    left = list(parts)
 
     async def receive() -> Any:
-        return messages.pop() if messages else await asyncio.Future()
+        part = left.pop(0) if left else None
+        if part is None:
+            await asyncio.Future()
+        return {"type": "http.request", "body": part, "more_body": bool(left)}
 
     async def send(message: Any) -> None:
         if message["type"] == "http.response.start":
