@@ -152,7 +152,7 @@ def test_a_window_without_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     with Llama(model_path(), n_ctx=4096, kv="mixed", verbose=False) as llm:
         llm.eval([*range(300)])
         before, bytes_hot = llm.kv.config, llm.kv.stats().bytes_hot
-        monkeypatch.setattr("mixedkv.kv.sequence_state.memory_room", lambda: MIB)
+        monkeypatch.setattr("mixedkv.kv.window.memory_room", lambda: MIB)
         with pytest.raises(
             MemoryError, match=r"quantization_threshold=4000 takes .* F16 rows, and 1.* of memory are left"
         ):

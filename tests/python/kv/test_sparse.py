@@ -52,7 +52,7 @@ def decode(kv: str, n_threads: int = 1, path: Path | None = None) -> tuple[npt.N
 
 
 def assert_pages_hold(llm: Llama, some: bool = True) -> None:
-    n_pages, n_wrong = _core.check_pages(llm.kv._address)
+    n_pages, n_wrong = _core.check_pages(llm.kv._context.address)
     assert n_wrong == 0
     assert (n_pages > 0) == some
 
@@ -123,7 +123,7 @@ def test_pages_follow_their_rows(unified: bool, n_rounds: int) -> None:
         done.append(kind)
         llm.eval(random.choices(tokens, k=random.randrange(1, 40)))
         llm.eval([random.choice(tokens)])
-        assert _core.check_pages(llm.kv._address)[1] == 0, done[-12:]
+        assert _core.check_pages(llm.kv._context.address)[1] == 0, done[-12:]
     assert_pages_hold(llm)
     llm.close()
 
