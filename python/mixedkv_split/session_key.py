@@ -25,7 +25,7 @@ from mixedkv_split import wire
 KEY_BYTES = 32
 _SUITE = hpke.Suite(hpke.KEM.X25519, hpke.KDF.HKDF_SHA256, hpke.AEAD.AES_256_GCM)
 _WRAPPED_BYTES = KEY_BYTES + 32 + 16  # what is encapsulated, and the tag
-_INFO = b"mixedkv_split.v1 session key"
+_INFO = b"mixedkv.split.v1 session key"
 
 
 def new_key() -> bytes:

@@ -81,7 +81,7 @@ def unpack(data: bytes, n: int, width: int, precision: int) -> Vectors:
 
 def first_hash(pair: str, precision: int) -> bytes:
     """Return the running hash of a session without tokens."""
-    return _hash(b"mixedkv_split.v1" + pair.encode() + bytes([precision]))
+    return _hash(b"mixedkv.split.v1" + pair.encode() + bytes([precision]))
 
 
 def next_hashes(before: bytes, data: bytes, n: int) -> list[bytes]:
@@ -100,7 +100,7 @@ def hash_after_drop(before: bytes, begin: int, end: int) -> bytes:
         before: the running hash of all tokens, those included.
     """
     # 29 bytes follow the hash; a vector has an even number of them, so no vector gives the same
-    return _hash(before + b"mixedkv_split.v1 drop" + begin.to_bytes(4, "little") + end.to_bytes(4, "little"))
+    return _hash(before + b"mixedkv.split.v1 drop" + begin.to_bytes(4, "little") + end.to_bytes(4, "little"))
 
 
 def without_drop(message: pb.Vectors) -> pb.Vectors:

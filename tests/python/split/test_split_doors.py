@@ -164,14 +164,14 @@ def test_a_client_that_sends_nothing_is_let_go(parts: Exported) -> None:
 def test_health(parts: Exported) -> None:
     with split_support.running(parts.body) as server, grpc.insecure_channel(server.address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
-        for name in ("", "mixedkv_split.v1.Split"):
+        for name in ("", "mixedkv.split.v1.Split"):
             answer = stub.Check(health_pb2.HealthCheckRequest(service=name))
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def test_a_client_without_our_code_learns_the_service_by_reflection(parts: Exported, head: Head) -> None:
     """As grpcurl does: names, descriptors, then a call made of them."""
-    name = "mixedkv_split.v1.Split"
+    name = "mixedkv.split.v1.Split"
     with split_support.running(parts.body) as server, grpc.insecure_channel(server.address) as channel:
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
 

@@ -31,12 +31,12 @@ def test_generated_modules_are_up_to_date(tmp_path: Path) -> None:
 def test_hashes_are_those_of_the_proto_file() -> None:
     vectors = np.arange(6, dtype=np.float32).reshape(3, 2)
     data = wire.pack(vectors, pb.F32)
-    h = hashlib.blake2b(b"mixedkv_split.v1" + b"pair" + bytes([2]), digest_size=16).digest()
+    h = hashlib.blake2b(b"mixedkv.split.v1" + b"pair" + bytes([2]), digest_size=16).digest()
     assert wire.first_hash("pair", pb.F32) == h
     for i, found in enumerate(wire.next_hashes(h, data, 3)):
         h = hashlib.blake2b(h + data[8 * i : 8 * i + 8], digest_size=16).digest()
         assert found == h
-    after = h + b"mixedkv_split.v1 drop" + bytes([4, 0, 0, 0, 2, 1, 0, 0])
+    after = h + b"mixedkv.split.v1 drop" + bytes([4, 0, 0, 0, 2, 1, 0, 0])
     assert wire.hash_after_drop(h, 4, 258) == hashlib.blake2b(after, digest_size=16).digest()
 
 
