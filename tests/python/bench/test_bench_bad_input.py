@@ -34,7 +34,7 @@ def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["speed", "--depths", "-5"], "argument --depths"),
         (["speed", "--threads", "0"], "argument --threads"),
         (["speed", "--repeats", "0"], "argument --repeats"),
-        (["taste"], "argument TEST: invalid choice"),
+        (["taste"], "there is no command"),
         (["quality", "--text", "no/such/file.txt"], "no/such/file.txt: No such file"),
         (["quality", "--kv", "mixed:budget=2GiB"], "a budget depends on the context"),
         (["sensitivity", "--kv", "q8_0"], "--kv q8_0: only a mixed cache can have a type for each layer"),

@@ -238,7 +238,7 @@ def test_words_of_the_context() -> None:
     ("args", "message"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["walk"], "invalid choice: 'walk'"),
+        (["walk"], "there is no command 'walk': use run, chat"),
         (["run", "-m", "none.gguf", "-p", "x"], "none.gguf: No such file or directory"),
         (["run", "-m", __file__, "-p", "x"], "no GGUF file"),
         (["run", "-m", str(model_path())], "add TEXT or -f FILE"),
@@ -346,7 +346,7 @@ def test_words_of_the_context() -> None:
         (["info", "--kv", "mixed:balance"], "(did you mean balanced?)"),
         (["pull", "nothing"], "model='nothing' is neither a file nor a name: give a GGUF model, OWNER/REPO"),
         (["cache", "ls"], "the following arguments are required: --store"),
-        (["bench", "speeed"], "invalid choice: 'speeed'"),
+        (["bench", "speeed"], "there is no command 'speeed' (did you mean speed?)"),
         (["serve", "--parralel", "2"], "did you mean --parallel?"),
         (["serve", "--kv", "mixed:balance"], "--kv='mixed:balance': 'balance' is neither a preset"),
         (["run", "-n", "0", "x"], "'0' is not a number of tokens: use 1 or more, or -1 for all"),

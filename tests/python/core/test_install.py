@@ -76,7 +76,8 @@ def wheel_files() -> list[PurePosixPath]:
 @of_a_wheel
 def test_everything_lies_in_the_package() -> None:
     tops = {path.parts[0] for path in wheel_files() if path.parts[0] != ".."}
-    packages = {"mixedkv", "mixedkv_bench", "mixedkv_llm", "mixedkv_llama_cpp.pth"}
+    roles = ("bench", "llm", "ray", "server", "service", "split")  # packages beside the core
+    packages = {"mixedkv", "mixedkv_llama_cpp.pth", *(f"mixedkv_{role}" for role in roles)}
     assert tops == {*packages, f"mixedkv-{importlib.metadata.version('mixedkv')}.dist-info"}
     outside = [path for path in wheel_files() if path.parts[0] == ".."]
     assert [path.stem for path in outside] == ["mixedkv"]  # the command
