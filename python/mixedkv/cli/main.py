@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Collection, Sequence
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from mixedkv import __version__, _core
@@ -70,7 +71,8 @@ def module_of(command: str) -> str:
     if command not in _BESIDE:
         return f"mixedkv.cli.{command}_command"
     for point in entry_points(group="mixedkv.commands", name=command):
-        return point.value
+        if find_spec(point.value.partition(".")[0]) is not None:  # a wheel of the core alone names it too
+            return point.value
     raise ValueError(
         f"this installation has no {command}, only the cache and its commands: "
         f"pip install 'mixedkv[{_BESIDE[command]}]'"

@@ -15,11 +15,14 @@ MAIN = importlib.import_module("mixedkv.cli.main")  # the package's `main` is th
 BESIDE = ("mixedkv_bench", "mixedkv_ray", "mixedkv_server", "mixedkv_service", "mixedkv_split")
 
 
+@pytest.mark.parametrize("is_named", [False, True])
 @pytest.mark.parametrize("command", ["serve", "split", "bench"])
 def test_a_missing_package_names_its_extra(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, is_named: bool
 ) -> None:
-    monkeypatch.setattr(MAIN, "entry_points", lambda **_: ())
+    """Also where the wheel names a package that it was made without."""
+    points = (EntryPoint(command, "mixedkv_absent.command", "mixedkv.commands"),) if is_named else ()
+    monkeypatch.setattr(MAIN, "entry_points", lambda **_: points)
     assert cli([command, "--help"]) == 2
     extra = "server" if command == "serve" else command
     assert f"this installation has no {command}" in (said := capsys.readouterr().err)
@@ -27,9 +30,9 @@ def test_a_missing_package_names_its_extra(
 
 
 def test_commands_of_other_packages_are_found_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = EntryPoint("serve", "elsewhere.command", "mixedkv.commands")
+    found = EntryPoint("serve", "pytest.command", "mixedkv.commands")
     monkeypatch.setattr(MAIN, "entry_points", lambda **_: (found,))
-    assert MAIN.module_of("serve") == "elsewhere.command"
+    assert MAIN.module_of("serve") == "pytest.command"
     assert MAIN.module_of("run") == "mixedkv.cli.run_command"
 
 
