@@ -38,8 +38,8 @@ def percentile(values: list[float], q: float = 0.99) -> float:
 
 
 def soak(folder: Path, alone: float, each: float, names: list[str]) -> float:
-    """How many times as long the slowest honest requests take beside the attacks. They are compared with those
-    before all attacks, since what an attack began may go on behind it.
+    """How many times as long the slowest honest requests take beside the attacks as before all of them: what
+    an attack began may go on behind it.
     """
     lines = [f"t{i:02}:{key}" for i, key in enumerate(HONEST)]
     keys = key_file(folder, *lines, f"flood:{FLOOD} session_mb=5 disk_mb=50")
