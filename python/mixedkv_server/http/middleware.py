@@ -22,7 +22,7 @@ from mixedkv.work.presence import presence
 from mixedkv_server.api_error import ApiError, no_key, timed_out, too_many_connections
 from mixedkv_server.http.places import PLACE, ConnectionPlace
 from mixedkv_server.http.revoked import Ending, WithKeys
-from mixedkv_server.http.tenant_bytes import MAX_ANSWER_BYTES, TenantBytes
+from mixedkv_server.http.tenant_bytes import MAX_ANSWER_BYTES, SMALL, TenantBytes
 from mixedkv_server.logs import request_id
 from mixedkv_service.keys import Keys
 
@@ -201,7 +201,6 @@ HOLD_ANSWER = "mixedkv.hold_answer"  # counts the bytes that an answer may have
 TENANT = "mixedkv.tenant"  # tenant whose key it has; None without a valid key
 _LARGEST_AT_A_TIME = 8  # all bodies together may take this many times the largest size
 _BYTES_PER_SECOND = 16_000_000  # of a tenant's large bodies, while other tenants have requests
-_SMALL = 1 << 16  # bytes of a body that is always taken: as many as there are connections are no danger
 
 
 class BodyLimit:
@@ -351,7 +350,7 @@ class BodyLimit:
             size += len(part)
             self._reserve(held, size, limit)
             held.parts.append(part)
-            if size > _SMALL and presence.has_others(held.tenant):
+            if size > SMALL and presence.has_others(held.tenant):
                 await self._wait_for_turn(held, len(part))
 
     async def _wait_for_turn(self, held: _Held, n: int) -> None:
@@ -366,7 +365,7 @@ class BodyLimit:
         if size > limit:
             raise self._too_large(limit)
         more = max(0, size - held.size)
-        if size > _SMALL and not self._bodies.has_room(held.tenant, more):
+        if size > SMALL and not self._bodies.has_room(held.tenant, more):
             self._release(held)  # at once, so that a body in the same turn of the event loop has room
             limit_of_all = f"{_LARGEST_AT_A_TIME} times max_body_mb={self._max_bytes / 1e6:g}"
             raise _too_many_bytes("bodies", limit_of_all)
@@ -379,7 +378,7 @@ class BodyLimit:
         Raises:
             ApiError: 429, the answers of this tenant may become too large.
         """
-        if n > _SMALL and not self._answers.has_room(held.tenant, n):
+        if n > SMALL and not self._answers.has_room(held.tenant, n):
             raise _too_many_bytes("answers", f"{_LARGEST_AT_A_TIME} times {MAX_ANSWER_BYTES} bytes")
         held.answer += n
         self._answers.add(held.tenant, n)

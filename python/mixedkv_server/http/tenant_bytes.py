@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 MAX_ANSWER_BYTES = 64_000_000  # of the answer to one request, as it may become
-_SMALL = 1 << 16  # as many as there are connections are no danger
+SMALL = 1 << 16  # bytes that are always taken: as many as there are connections are no danger
 
 
 class TenantBytes:
@@ -22,7 +22,7 @@ class TenantBytes:
 
     def has_room(self, tenant: str, more: int) -> bool:
         """Return whether a tenant may hold this many bytes more."""
-        n_others = sum(name != tenant and n > _SMALL for name, n in self._held.items())
+        n_others = sum(name != tenant and n > SMALL for name, n in self._held.items())
         left_of_all = self._most - self._held.total()
         left_of_share = self._most // (1 + n_others) - self._held[tenant]
         return more <= max(left_of_all, left_of_share)
