@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -19,6 +20,7 @@ from mixedkv.model.named_model import find_model
 from mixedkv_bench import plot
 from mixedkv_bench.bench_test import Options
 from mixedkv_bench.catalog import TESTS
+from mixedkv_bench.harness.bench_peer import Peer, find_peer
 from mixedkv_bench.harness.cache_settings import Setting, make_settings
 from mixedkv_bench.harness.filling import FILLS
 from mixedkv_bench.harness.real_text import KINDS, read_text
@@ -79,7 +81,7 @@ def check(args: argparse.Namespace) -> Options:
         repeats=args.repeats,
         fill=args.fill,
         sequences=args.sequences,
-        peer=args.peer,
+        peer=_peer(args),
         peer_settings=_peer_settings(args, settings),
         modes=MODES if args.mode == "both" else (args.mode,),
         tasks=tuple(dict.fromkeys(args.task or ())),
@@ -100,6 +102,18 @@ def check(args: argparse.Namespace) -> Options:
 def _flash_attn(args: argparse.Namespace) -> str:
     """Return "on" for `quick`, which asks which cache and not which attention."""
     return "on" if args.test == "quick" else str(args.flash_attn)
+
+
+def _peer(args: argparse.Namespace) -> Peer | None:
+    if args.peer is None:
+        if args.peer_args is not None:
+            raise ValueError(f"--peer-args={args.peer_args}: there is no --peer that takes them")
+        return None
+    try:
+        arguments = shlex.split(args.peer_args or "")
+    except ValueError as error:
+        raise ValueError(f"--peer-args={args.peer_args}: {error}") from None
+    return find_peer(args.peer, arguments)
 
 
 def _peer_settings(args: argparse.Namespace, settings: list[Setting]) -> tuple[Setting, ...]:
@@ -208,12 +222,16 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--peer": {
         "metavar": "PROGRAM",
         "type": Path,
-        "help": "also measure this llama-bench, in the same rounds",
+        "help": "also measure this llama-bench or llama-sweep-bench, in the same rounds",
     },
     "--peer-kv": {
         "metavar": "SPEC",
         "action": "append",
         "help": "the peer's caches; repeat for more (as --kv)",
+    },
+    "--peer-args": {
+        "metavar": "ARGS",
+        "help": 'what the peer is also given, such as --peer-args="-rtr -thp"',
     },
     "--mode": {
         "choices": (*MODES, "both"),

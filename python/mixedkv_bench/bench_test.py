@@ -11,6 +11,7 @@ from mixedkv.bundled import model_path
 from mixedkv.chunks.chunk_reuse import Repair
 from mixedkv.model.footprint import ModelShape
 from mixedkv.model.gguf_file import ModelFile
+from mixedkv_bench.harness.bench_peer import Peer
 from mixedkv_bench.harness.cache_settings import Setting
 from mixedkv_bench.harness.contexts import LoadedModel
 from mixedkv_bench.harness.progress import Bar
@@ -38,7 +39,7 @@ class Options:
     repeats: int
     fill: str
     sequences: int
-    peer: Path | None
+    peer: Peer | None
     peer_settings: tuple[Setting, ...]
     modes: tuple[str, ...]
     tasks: tuple[str, ...]

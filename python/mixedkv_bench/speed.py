@@ -20,7 +20,6 @@ from pydantic import Field
 from mixedkv.config import KVSetting
 from mixedkv_bench import plot
 from mixedkv_bench.bench_test import Bench, BenchTest, Options
-from mixedkv_bench.harness.bench_peer import BenchRunner, check_program
 from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, Setting
 from mixedkv_bench.harness.contexts import CannotRunError
 from mixedkv_bench.harness.progress import Bar
@@ -99,7 +98,7 @@ class Contender:
 
 def check(options: Options) -> None:
     if options.peer is not None:
-        check_program(options.peer)
+        options.peer.check(options.depths, options.n_prompt, options.n_gen)
         if options.sequences > 1:
             raise ValueError(f"--sequences {options.sequences}: a --peer has one: leave one of them out")
 
@@ -148,7 +147,7 @@ def _contenders(bench: Bench, work: SpeedWork, stack: ExitStack) -> Iterator[Con
         yield contender
     for setting in options.peer_settings:
         assert options.peer is not None
-        runner = BenchRunner(options.peer, options.file, setting, work)
+        runner = options.peer.runner(options.file, setting, work)
         yield Contender(setting, options.peer.name, facts=runner.facts, runner=runner)
 
 
@@ -278,6 +277,7 @@ TEST = BenchTest(
         "--fill",
         "--peer",
         "--peer-kv",
+        "--peer-args",
         "--plot",
     ),
     specs=DEFAULT_SPECS,
