@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+
+T = TypeVar("T")
 
 _BLOCK = 32  # neighbouring positions share a context: a block of them is one sample
 
@@ -40,6 +43,15 @@ def ratio_interval(values: Sequence[float], of: Sequence[float], n: int = 10_000
     drawn = random.integers(0, len(of), (n, len(of)))
     ratios = np.asarray(values)[drawn].mean(axis=1) / np.asarray(of)[drawn].mean(axis=1)
     low, high = np.percentile(ratios, (2.5, 97.5))
+    return float(low), float(high)
+
+
+def bootstrap_interval(
+    cases: Sequence[T], statistic: Callable[[Sequence[T]], float], n: int = 2000
+) -> tuple[float, float]:
+    """Return the 95% bootstrap interval of a statistic of cases, such as rounds."""
+    drawn = np.random.default_rng(0).integers(0, len(cases), (n, len(cases)))
+    low, high = np.percentile([statistic([cases[i] for i in each]) for each in drawn], (2.5, 97.5))
     return float(low), float(high)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from support.bench_support import run
 pytestmark = pytest.mark.nightly
 
 MEASURE = REPOSITORY / "tests" / "measure"
-SERVER = "{} -m mixedkv serve --kv mixed --n-ctx 2048 --parallel 2 --threads 1 --port {{port}}"
+SERVER = "{} -m mixedkv serve --kv {} --n-ctx 2048 --parallel 2 --threads 1 --port {{port}}"
 
 
 def measure(script: str, *arguments: str) -> str:
@@ -51,11 +52,28 @@ def test_store() -> None:
     assert tiers == [f"mixed, {x}" for x in ("cold", "ram", "disk", "encrypted", "new process", "turn 1")]
 
 
-def test_serve() -> None:
-    small = ["--clients", "2", "--turns", "2", "--n-prompt", "200", "--n-gen", "4", "--repeats", "1"]
-    out = measure("serve", *small, SERVER.format(sys.executable))
-    assert "2 clients:" in out
-    assert "of prompts cached" in out
+def test_serve(tmp_path: Path) -> None:
+    """Two servers of ours in turns, the second with a cache of half the bits."""
+    small = ["--clients", "1", "3", "--turns", "2", "--n-prompt", "200", "--shared", "0.5", "--n-gen", "4"]
+    servers = [SERVER.format(sys.executable, kv) for kv in ("f16", "mixed")]
+    rounds = tmp_path / "rounds.json"
+    out = measure("serve", *small, "--repeats", "2", "--json", str(rounds), *servers).splitlines()
+    assert [line.split(":")[0] for line in out if " clients: " in line] == ["  1 clients", "  3 clients"] * 2
+    assert sum(line.startswith("  by the last server's: tokens/s ") for line in out) == 2
+    rows = [json.loads(line) for line in rounds.read_text().splitlines()]
+    assert [(row["server"], row["clients"]) for row in rows[:4]] == [
+        (server, clients) for clients in (1, 3) for server in reversed(servers)
+    ]
+    assert len(rows) == 2 * 2 * 2
+    for row in rows:
+        answers = [answer for turns in row["conversations"] for answer in turns]
+        assert row["tokens"] == 4 * len(answers) == 4 * 2 * row["clients"]
+        assert 0 < max(answer["first"] for answer in answers) < row["seconds"]
+        assert row["cpu"] > 0
+    shared = [
+        turns[0]["usage"]["prompt_tokens_details"]["cached_tokens"] for turns in rows[0]["conversations"]
+    ]
+    assert min(shared) >= 80, "the warm-up has left the common half"
 
 
 def test_split() -> None:
