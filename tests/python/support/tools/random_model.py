@@ -2,8 +2,8 @@
 
     python tests/python/support/tools/random_model.py random.gguf
 
-    python tests/python/support/tools/random_model.py 8b.gguf --kind q4_0 --n-layer 32 --n-embd 4096 \
-        --n-head 32 --n-head-kv 8 --n-ff 14336
+    python tests/python/support/tools/random_model.py 8b.gguf --kind q4_k_m --n-layer 32 --n-embd 4096 \
+        --n-head 32 --n-head-kv 8 --n-ff 14336 --n-vocab 128256
 
     python tests/python/support/tools/random_model.py moe.gguf --kind q4_0 --n-layer 16 \
         --n-ff 1024 --n-expert 64
@@ -15,7 +15,8 @@ What it says is letters, never bytes that are no text, and it has a chat templat
 with it.
 
 By default it has 4 layers of width 1024 with 16 query heads over 4 KV heads of size 128, in F16: the shape
-of a layer of a small model of today, in a file of 107 MiB.
+of a layer of a small model of today, in a file of 107 MiB. The second has the shape of Llama 3.1 8B in
+Q4_K_M, 4.6 GiB.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ _SPECIALS = ("<unk>", "<s>", "</s>")
 _PIECES = ("\u2581", *"etaoinshrdlu")
 _N_CTX = 131072
 _TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
-_KINDS = {"f16": gguf.GGMLQuantizationType.F16, "q4_0": gguf.GGMLQuantizationType.Q4_0}
-_FILE_TYPES = {"f16": gguf.LlamaFileType.MOSTLY_F16, "q4_0": gguf.LlamaFileType.MOSTLY_Q4_0}
+_FILE_TYPES = {
+    "f16": gguf.LlamaFileType.MOSTLY_F16,
+    "q4_0": gguf.LlamaFileType.MOSTLY_Q4_0,
+    "q4_k_m": gguf.LlamaFileType.MOSTLY_Q4_K_M,
+}
 _ONES_OR_ZEROS = ("norm.weight", "sinks.weight", "bias")
-_BLOCK = np.dtype([("scale", np.float16), ("quants", np.uint8, 16)])  # of Q4_0: 32 weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +139,20 @@ class RandomModel:
         return "post_attention_norm.weight" if self.arch == "gpt-oss" else "ffn_norm.weight"
 
     def _kind(self, name: str) -> gguf.GGMLQuantizationType:
-        return gguf.GGMLQuantizationType.F32 if name.endswith(_ONES_OR_ZEROS) else _KINDS[self.kind]
+        types = gguf.GGMLQuantizationType
+        if name.endswith(_ONES_OR_ZEROS):
+            return types.F32
+        if self.kind == "q4_k_m":
+            return types.Q6_K if self._has_more_bits(name) else types.Q4_K
+        return {"f16": types.F16, "q4_0": types.Q4_0}[self.kind]
+
+    def _has_more_bits(self, name: str) -> bool:
+        """Return whether Q4_K_M has this tensor in Q6_K (llama-quant.cpp, `use_more_bits`)."""
+        if not name.startswith("blk."):
+            return name == "output.weight"
+        layer, eighth = int(name.split(".")[1]), self.n_layer // 8
+        is_chosen = layer < eighth or layer >= 7 * self.n_layer // 8 or (layer - eighth) % 3 == 2
+        return is_chosen and ("attn_v" in name or "ffn_down" in name)
 
     def _values(
         self, random: np.random.Generator, name: str, shape: tuple[int, ...]
@@ -144,12 +160,51 @@ class RandomModel:
         if name.endswith(_ONES_OR_ZEROS):
             return np.full(shape, name.endswith("norm.weight"), np.float32)
         deviation = 1 / np.sqrt(shape[-1])
-        if self.kind == "f16":
+        kind = self._kind(name)
+        if kind == gguf.GGMLQuantizationType.F16:
             return np.asarray(random.standard_normal(shape, np.float32) * deviation, np.float16)
-        blocks = np.empty(int(np.prod(shape)) // 32, _BLOCK)
-        blocks["scale"] = deviation / np.sqrt(21.5)  # the deviation of whole numbers from -8 to 7
-        blocks["quants"] = np.frombuffer(random.bytes(16 * len(blocks)), np.uint8).reshape(-1, 16)
+        make, n = _BLOCKS[kind]
+        blocks = make(random, int(np.prod(shape)) // n, deviation)
         return blocks.view(np.uint8).reshape(*shape[:-1], -1)
+
+
+def _bytes(random: np.random.Generator, *shape: int) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(random.bytes(int(np.prod(shape))), np.uint8).reshape(shape)
+
+
+def _q4_0(random: np.random.Generator, n: int, deviation: float) -> npt.NDArray[np.void]:
+    blocks = np.empty(n, [("scale", np.float16), ("quants", np.uint8, 16)])
+    blocks["scale"] = deviation / np.sqrt(21.5)  # the deviation of whole numbers from -8 to 7
+    blocks["quants"] = _bytes(random, n, 16)
+    return blocks
+
+
+def _q4_k(random: np.random.Generator, n: int, deviation: float) -> npt.NDArray[np.void]:
+    """Make blocks whose eight pairs of a scale and a minimum are alike: a weight is scale * (q - 7.5)."""
+    blocks = np.empty(
+        n, [("scale", np.float16), ("min", np.float16), ("scales", "u1", 12), ("quants", "u1", 128)]
+    )
+    blocks["scale"] = deviation / np.sqrt(1333 * 21.25)  # mean squares of 0 to 63, and of 0 to 15 less 7.5
+    blocks["min"] = 7.5 * blocks["scale"]
+    low, high = _bytes(random, n, 4), _bytes(random, n, 4) & 15
+    blocks["scales"] = np.concatenate([low, low, high * 17], axis=1)
+    blocks["quants"] = _bytes(random, n, 128)
+    return blocks
+
+
+def _q6_k(random: np.random.Generator, n: int, deviation: float) -> npt.NDArray[np.void]:
+    blocks = np.empty(n, [("quants", "u1", 192), ("scales", "i1", 16), ("scale", np.float16)])
+    blocks["scale"] = deviation / np.sqrt(5461 * 341.5)  # mean squares of -128 to 127, and of -32 to 31
+    blocks["scales"] = _bytes(random, n, 16).view(np.int8)
+    blocks["quants"] = _bytes(random, n, 192)
+    return blocks
+
+
+_BLOCKS = {  # what makes them, and their weights
+    gguf.GGMLQuantizationType.Q4_0: (_q4_0, 32),
+    gguf.GGMLQuantizationType.Q4_K: (_q4_k, 256),
+    gguf.GGMLQuantizationType.Q6_K: (_q6_k, 256),
+}
 
 
 def _n_bytes(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> int:
