@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -152,35 +153,54 @@ def free_port() -> int:
 @contextmanager
 def server(command: str) -> Iterator[tuple[str, int]]:
     """Run a server; its address and its process's id, when it answers."""
-    port = free_port()
+    port, began = free_port(), time.monotonic()
     words = shlex.split(command.replace("{port}", str(port)))
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         until = time.monotonic() + _SECONDS
-        while not _answers(f"http://127.0.0.1:{port}/v1/models"):
+        while not _is_ready(f"http://127.0.0.1:{port}"):
             if process.poll() is not None or time.monotonic() > until:
                 raise SystemExit(f"{command} did not start: run it by hand to see why")
-            time.sleep(0.2)
+            time.sleep(0.02)
+        print(f"{command}\n  answers after {time.monotonic() - began:.1f} s", flush=True)
         yield f"127.0.0.1:{port}", process.pid
     finally:
         process.terminate()
         process.wait()
 
 
-def _answers(url: str) -> bool:
+def _is_ready(url: str) -> bool:
+    """Return whether a server has loaded its model: llama-server lists it before, some have no /health."""
+    return _status(f"{url}/health") in (200, 404) and _status(f"{url}/v1/models") == 200
+
+
+def _status(url: str) -> int:
     try:
-        with _OPEN(url, timeout=5):
-            return True
+        with _OPEN(url, timeout=5) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
     except OSError:
-        return False
+        return 0
 
 
 def cpu_seconds(pid: int) -> float:
     """Return the seconds that a process and its children have computed: fields 14 and 15 of proc(5)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    children = [each.read_text().split() for each in Path(f"/proc/{pid}/task").glob("*/children")]
-    return seconds + sum(cpu_seconds(int(child)) for each in children for child in each)
+    return seconds + sum(cpu_seconds(child) for child in _children(pid))
+
+
+def memory(pid: int) -> int:
+    """Return the bytes that a process and its children hold now, files they map included."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    own = sum(int(line.split()[1]) << 10 for line in status if line.startswith("VmRSS:"))
+    return own + sum(memory(child) for child in _children(pid))
+
+
+def _children(pid: int) -> list[int]:
+    lists = [each.read_text().split() for each in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [int(child) for each in lists for child in each]
 
 
 def replay_all(
@@ -254,6 +274,8 @@ def measure(args: argparse.Namespace, talk: Talk) -> Iterator[tuple[str, int, Ro
                     done = replay_all(talk, url, conversations, clients, lambda pid=pid: cpu_seconds(pid))
                     if no:
                         yield command, clients, done
+        for command, (_, pid) in running.items():
+            print(f"{command}\n  holds {memory(pid) / 2**20:.0f} MiB at the end", flush=True)
 
 
 def report(found: Mapping[tuple[str, int], Rounds], last: str) -> None:
