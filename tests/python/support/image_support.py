@@ -10,7 +10,6 @@ from typing import Any
 
 import llama_cpp
 import numpy as np
-from PIL import Image
 
 from mixedkv import Llama
 
@@ -19,6 +18,8 @@ KINDS = {"llama-128": "mlp", "gemma3": "gemma3", "qwen2vl": "qwen2vl_merger"}  #
 
 
 def png(seed: int = 0, height: int = 40, width: int = 60) -> bytes:
+    from PIL import Image  # of an extra: tests without images do without
+
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
@@ -32,6 +33,7 @@ def data_url(image: bytes) -> str:
 def logits_of_library(llm: Llama, mmproj: Path, image: bytes) -> np.ndarray:
     """Of what follows BEFORE, the image and BEHIND, as mtmd's own helpers evaluate it in sequence 0."""
     from llama_cpp import mtmd_cpp as mtmd
+    from PIL import Image
 
     llm.kv.clear()
 

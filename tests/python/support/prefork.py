@@ -138,7 +138,8 @@ def _fork_for_each(requests: socket.socket) -> Iterator[tuple[list[str], dict[st
 
 def main() -> None:
     for name in _IMPORTED:
-        importlib.import_module(name)
+        with suppress(ModuleNotFoundError):  # of the server, where the core is installed alone
+            importlib.import_module(name)
     child = next(_fork_for_each(socket.socket(fileno=int(sys.argv[1]))), None)
     if child is None:
         return
