@@ -1,1 +1,1 @@
-"""Programs of those who develop mixedkv: models to measure with, and pages made from the code."""
+"""Programs of developers that tests use too: a random model, and pages made from the code."""

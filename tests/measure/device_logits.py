@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 from mixedkv import Llama
 from mixedkv.model.named_model import find_model
 from support import zoo

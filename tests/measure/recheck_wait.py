@@ -1,6 +1,6 @@
 """How long a request waits for stored rows of another process to be compared with the model.
 
-PYTHONPATH=tests/python python -m support.recheck_wait MODEL
+PYTHONPATH=tests/python python tests/measure/recheck_wait.py MODEL
 """
 
 from __future__ import annotations

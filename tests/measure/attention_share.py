@@ -1,6 +1,6 @@
 """How few of the older keys hold a model's attention, and how many a random sample of them has to read.
 
-python tests/python/support/tools/attention_share.py smollm2:f16 --n-ctx 8192 --text prose
+python tests/measure/attention_share.py smollm2:f16 --n-ctx 8192 --text prose
 
 The first table bounds what any way to read less can give without a sample: the fewest keys, known
 beforehand, that hold a share of the attention. The second one reads as `sparse=eps:E` does, by two bits of

@@ -1,6 +1,6 @@
 """Where the time of prompts and of answers goes, by what the processor was doing, in a table.
 
-python tests/python/support/tools/where_time_goes.py a.gguf b.gguf --threads 2 --depth 0
+python tests/measure/where_time_goes.py a.gguf b.gguf --threads 2 --depth 0
 
 `perf` (Debian: linux-perf) looks a thousand times a second at what each thread of a process does. What a
 thread does while it waits for the others counts as waiting. Below the table is what bounds it on the machine:

@@ -2,7 +2,7 @@
 
 Prompts are questions about passages of real text: prose, code and dialogue in turn, each of another length.
 
-PYTHONPATH=tests/python python -m support.asked_twice smollm2:f16 --n 200
+PYTHONPATH=tests/python python tests/measure/asked_twice.py smollm2:f16 --n 200
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What `sparse` reads and loses while a model decodes, token by token, the end of a text.
 
-python tests/python/support/tools/sparse_loss.py smollm2:f16 --n-ctx 8192 --kv f16 --kv mixed \
+python tests/measure/sparse_loss.py smollm2:f16 --n-ctx 8192 --kv f16 --kv mixed \
     --kv mixed:sparse=eps:0.05
 
 Each cache is compared with the first one and with `mixed`.

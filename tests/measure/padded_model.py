@@ -1,6 +1,6 @@
 """Writes the bundled model with neurons that do nothing: what it says, at a larger model's price.
 
-    python tests/python/support/tools/padded_model.py padded.gguf
+    python tests/measure/padded_model.py padded.gguf
 
 Speculation reads the weights once for several tokens. What that gives shows where a text repeats itself, as
 those of random models do not, and where weights are not tiny, as those of the bundled model are. Each layer
@@ -51,7 +51,7 @@ def write(path: Path, n_neurons: int = 65536, seed: int = 1) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python tests/python/support/tools/padded_model.py", description=__doc__.split("\n")[0]
+        prog="python tests/measure/padded_model.py", description=__doc__.split("\n")[0]
     )
     parser.add_argument("path", type=Path, metavar="FILE")
     parser.add_argument("--neurons", type=int, default=65536, metavar="N", help="more in each layer (65536)")
