@@ -21,7 +21,7 @@ from collections.abc import Callable
 import gguf
 import numpy as np
 
-from support import weight_products_child as ggml
+from support.children import weight_products_child as ggml
 
 TURNS = 12
 SECONDS = 0.1  # of a turn

@@ -43,7 +43,7 @@ TESTS = Path(__file__).parents[1]
 )
 def test_threads_do_not_end_the_process(options: tuple[str, ...]) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "support.threads_child", *options],
+        [sys.executable, "-m", "support.children.threads_child", *options],
         cwd=TESTS,
         capture_output=True,
         text=True,

@@ -15,7 +15,7 @@ from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.errors import ContextLengthError, InvalidModelFileError
 from mixedkv.prompts.long_text import MAX_STRETCH, OWN_SPLITTERS
 from support import zoo
-from support.tokenize_child import LONG
+from support.children.tokenize_child import LONG
 
 # Where llama.cpp takes std::regex, which calls itself for each character: those that are widely used, ...
 RECURSIVE = (
@@ -58,7 +58,7 @@ QUADRATIC = {"deepseek-llm": (" ", 1 << 12), "jais-2": (" ", 1 << 16), "superbpe
 
 
 def tokenize_in_child(folder: Path, n: int, names: Sequence[str]) -> None:
-    command = [sys.executable, "-m", "support.tokenize_child", str(folder), str(n), *names]
+    command = [sys.executable, "-m", "support.children.tokenize_child", str(folder), str(n), *names]
     tests = Path(__file__).parents[1]
     result = subprocess.run(command, cwd=tests, capture_output=True, text=True, timeout=900)
     last = result.stdout.splitlines()[-1:]

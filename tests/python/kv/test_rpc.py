@@ -24,7 +24,7 @@ from support.patience import PATIENCE, wait_for
 pytestmark = pytest.mark.nightly
 
 GGML = REPOSITORY / "build" / "release" / "llama.cpp" / "ggml"
-CHILD = TESTS / "support" / "rpc_child.py"
+CHILD = TESTS / "support" / "children" / "rpc_child.py"
 
 
 @pytest.fixture(scope="module")

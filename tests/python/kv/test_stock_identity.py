@@ -26,7 +26,7 @@ MODELS = [n for n in (*zoo.SUPPORTED, *zoo.REFUSED) if n != "bert"]
 def run(which: str, out: Path, paths: list[str]) -> dict[str, np.ndarray]:
     env = {k: v for k, v in os.environ.items() if k not in ("LLAMA_CPP_LIB_PATH", "LD_LIBRARY_PATH")}
     env["MIXEDKV_WEIGHTS"] = "llama.cpp"
-    command = [sys.executable, "-m", "support.stock_child", which, str(out), *paths]
+    command = [sys.executable, "-m", "support.children.stock_child", which, str(out), *paths]
     done = subprocess.run(
         command, env=env, cwd=TESTS, capture_output=True, text=True, timeout=600, check=False
     )

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from support.weight_products_child import (
+from support.children.weight_products_child import (
     ALL,
     CASES,
     HALVES,
@@ -51,7 +51,7 @@ def products(given: Path) -> Callable[..., Products]:
         key = str(environment)
         if key not in made:
             out = given.with_name(f"out{len(made)}.npz")
-            arguments = [sys.executable, "-m", "support.weight_products_child", given, out]
+            arguments = [sys.executable, "-m", "support.children.weight_products_child", given, out]
             folder = Path(__file__).parents[1]
             subprocess.run(arguments, check=True, cwd=folder, env={**os.environ, **environment})
             made[key] = dict(np.load(out))

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from support import TESTS, flood_child
+from support import TESTS
+from support.children import flood_child
 from support.patience import wait_for
 from support.server_support import Server, key_file, running
 
@@ -28,7 +29,7 @@ OPTIONS += ("--max-ram-gb", "0.1")  # the store is full before the attacks begin
 
 
 def start(module: str, *arguments: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", f"support.{module}", *map(str, arguments)]
+    command = [sys.executable, "-m", f"support.children.{module}", *map(str, arguments)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=TESTS)
 
 

@@ -14,7 +14,7 @@ from mixedkv_server.watchdog import EXIT_CODE, StepWatch
 from support.patience import PATIENCE, wait_for
 from support.server_support import Server
 
-PROGRAM = Path(__file__).parents[1] / "support" / "stuck_child.py"
+PROGRAM = Path(__file__).parents[1] / "support" / "children" / "stuck_child.py"
 ASK = {"prompt": "x", "max_tokens": 1}
 
 

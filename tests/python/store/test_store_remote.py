@@ -143,7 +143,7 @@ def test_entries_of_many_pieces(
 
 def test_a_second_process_restores_the_same_logits(url: str, tmp_path: Path) -> None:
     """From the remote alone: its folder is empty."""
-    from support.store_child import continue_greedily, open_llama
+    from support.children.store_child import continue_greedily, open_llama
 
     with open_llama("mixed") as llm, KVStore(tmp_path / "a", remote=url) as store:
         tokens = llm.tokenize(b"In the beginning there was a cache, and it was shared by all. " * 8)
@@ -153,7 +153,15 @@ def test_a_second_process_restores_the_same_logits(url: str, tmp_path: Path) -> 
         sent(store)
         ids, logits = continue_greedily(llm, follow_up)
     (tmp_path / "tasks").write_text(json.dumps([[tokens, follow_up]]))
-    command = [sys.executable, "-m", "support.store_child", "mixed", tmp_path / "b", tmp_path / "tasks", url]
+    command = [
+        sys.executable,
+        "-m",
+        "support.children.store_child",
+        "mixed",
+        tmp_path / "b",
+        tmp_path / "tasks",
+        url,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=TESTS, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout) == [[ids, logits.tobytes().hex()]]

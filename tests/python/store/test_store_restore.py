@@ -16,7 +16,7 @@ from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.store import Identity, KVStore
 from support import TESTS
-from support.store_child import continue_greedily, open_llama
+from support.children.store_child import continue_greedily, open_llama
 
 pytestmark = pytest.mark.core
 
@@ -51,7 +51,7 @@ def check_continuations(tmp_path: Path, kv: str, n: int) -> None:
         with KVStore(tmp_path / "kv", max_ram_bytes=0) as store:
             check_all(store, llm, tasks, wanted, "disk")
     (tmp_path / "tasks").write_text(json.dumps(tasks))
-    command = [sys.executable, "-m", "support.store_child", kv, tmp_path / "kv", tmp_path / "tasks"]
+    command = [sys.executable, "-m", "support.children.store_child", kv, tmp_path / "kv", tmp_path / "tasks"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=TESTS, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout) == [[ids, logits.tobytes().hex()] for ids, logits in wanted]

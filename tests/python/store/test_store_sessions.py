@@ -9,7 +9,7 @@ import pytest
 
 from mixedkv.ids import check_session_id, check_tenant
 from mixedkv.store import KVStore
-from support.store_child import open_llama
+from support.children.store_child import open_llama
 from support.store_support import identity, make_block, stored_match
 
 WHO = identity()

@@ -339,7 +339,7 @@ ssize_t pread64(int fd, void * to, size_t n, off_t at) { return fails("pread64",
 
 
 def _child(model: Path, what: str, **environment: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "support.streaming_child", str(model), what]
+    command = [sys.executable, "-m", "support.children.streaming_child", str(model), what]
     return subprocess.Popen(
         command,
         cwd=TESTS,

@@ -39,7 +39,7 @@ class Terminal:
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
         env = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", **(environ or {})}
         self.process = subprocess.Popen(
-            [python, "-m", "support.controlling_terminal", *command],
+            [python, "-m", "support.children.controlling_terminal", *command],
             stdin=slave,
             stdout=slave,
             stderr=slave,

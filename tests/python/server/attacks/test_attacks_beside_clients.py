@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from support import honest_child
+from support.children import honest_child
 from support.hostile_clients import Hostile
 from support.patience import PATIENCE
 from support.server_support import Server, key_file, running

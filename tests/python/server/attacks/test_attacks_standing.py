@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from support import standing_child
+from support.children import standing_child
 from support.hostile_clients import attacks_in_one_request
 from support.raw_http import CHAT
 from support.server_support import Server

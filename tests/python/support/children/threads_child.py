@@ -1,4 +1,4 @@
-"""Threads that use one `Llama`, in a process that may end by it: python -m support.threads_child SCENE."""
+"""Threads that use one `Llama`, in a process that may end: python -m support.children.threads_child SCENE."""
 
 from __future__ import annotations
 

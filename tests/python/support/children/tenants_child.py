@@ -1,4 +1,4 @@
-"""Honest tenants, each with one request at a time: `python -m support.tenants_child PORT KEY...`.
+"""Honest tenants, each with one request at a time: `python -m support.children.tenants_child PORT KEY...`.
 
 They ask until the end of the input, in a process of its own, so that what they wait for is the server. Prints
 JSON: of each request when it began, on the machine's clock, the seconds to its first token and of all of it,
@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 
-from support.flood_child import words
+from support.children.flood_child import words
 
 HANGS = 120.0  # seconds without a byte
 

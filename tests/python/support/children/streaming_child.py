@@ -1,4 +1,4 @@
-"""A process that streams a model: python -m support.streaming_child MODEL WHAT."""
+"""A process that streams a model: python -m support.children.streaming_child MODEL WHAT."""
 
 from __future__ import annotations
 

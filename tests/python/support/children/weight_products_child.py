@@ -1,6 +1,6 @@
 """Multiplies random matrices of each type with ggml, and writes what comes out.
 
-python -m support.weight_products_child IN.npz OUT.npz
+python -m support.children.weight_products_child IN.npz OUT.npz
 
 IN holds `columns` [n_columns, n_elements] and `weights` [n_rows, n_elements] in F32. OUT has for each type
 the rows, as bytes, and the products of some first columns with some threads. For types that

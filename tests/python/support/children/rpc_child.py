@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from mixedkv import Llama, _native
 from mixedkv.bundled import model_path
 from support.patience import wait_for

@@ -1,6 +1,6 @@
 """One tenant's attacks, from many connections at once:
 
-    python -m support.flood_child PORT KEY THREADS SECONDS NAME
+    python -m support.children.flood_child PORT KEY THREADS SECONDS NAME
 
 A process of its own, so that what it takes is not the test's. Prints JSON: how often each status came, 0 for
 none.
