@@ -31,7 +31,7 @@ OWN = ("self", "cls")  # an attribute of one's own may have such a name
 OURS = ("mixedkv", "mixedkv_bench", "mixedkv_ray", "mixedkv_server", "mixedkv_service", "mixedkv_split")
 TESTS = Path("tests")
 ROOTS = tuple(f"python/{name}" for name in OURS)
-ENGINE = Path("python/mixedkv/engine/__init__.py")
+ENGINE = Path("python/mixedkv/engine/__init__.pyi")
 MOST_EXPORTS = 25
 BUILT_OF_ITS_PARTS = ("mixedkv/engine/", "mixedkv_split/")  # split inference has jobs of its own
 
@@ -77,12 +77,14 @@ def gone(path: Path) -> list[tuple[int, str]]:
 
 
 def exported(text: str) -> list[str]:
-    """The names in `__all__` of a package."""
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.Assign) and [ast.unparse(each) for each in node.targets] == ["__all__"]:
-            names: list[str] = ast.literal_eval(node.value)
-            return names
-    return []
+    """The names that a package's stub exports."""
+    return [
+        name.asname
+        for node in ast.parse(text).body
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+        if name.asname
+    ]
 
 
 def beyond(text: str, exports: list[str]) -> list[tuple[int, str]]:

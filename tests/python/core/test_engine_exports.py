@@ -16,7 +16,7 @@ from check_modules import ENGINE, MOST_EXPORTS, beyond, check, exported
 def test_the_engine_exports_few_names_that_are_there() -> None:
     import mixedkv.engine
 
-    assert exported((REPOSITORY / ENGINE).read_text("utf-8")) == mixedkv.engine.__all__
+    assert sorted(exported((REPOSITORY / ENGINE).read_text("utf-8"))) == mixedkv.engine.__all__
     assert len(mixedkv.engine.__all__) <= MOST_EXPORTS
     assert all(hasattr(mixedkv.engine, name) for name in mixedkv.engine.__all__)
 
@@ -46,7 +46,7 @@ def test_what_is_taken_beyond_is_found(
 def test_an_export_too_many_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / ENGINE
     package.parent.mkdir(parents=True)
-    package.write_text(f"__all__ = {[f'name{i}' for i in range(MOST_EXPORTS + 1)]}\n")
+    package.write_text("".join(f"from engine import e{i} as e{i}\n" for i in range(MOST_EXPORTS + 1)))
     monkeypatch.chdir(tmp_path)
     assert check([]) == [f"{ENGINE} exports 26 names, more than 25: its users need fewer"]
 
