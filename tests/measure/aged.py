@@ -15,7 +15,7 @@ import time
 
 import numpy as np
 
-from mixedkv.model.named_model import find_model
+from mixedkv.model.named_model import find_measured_model
 from mixedkv_bench.harness.cache_settings import make_settings
 from mixedkv_bench.harness.contexts import MICRO_BATCH, Context, LoadedModel
 
@@ -67,7 +67,7 @@ def main() -> None:
     for name, default in (("clients", 8), ("threads", 1), ("n-gen", 20), ("repeats", 7), ("steps", 1000)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    model = LoadedModel(find_model(args.model))
+    model = LoadedModel(find_measured_model(args.model))
     print("cache  fresh, ms a step  aged, ms a step  aged to fresh")
     for setting in make_settings(args.kv, "off"):
         size = {"n_ctx": args.clients * _PER_SEQUENCE, "threads": args.threads, "n_seq": args.clients}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from mixedkv.model.named_model import find_model
+from mixedkv.model.named_model import find_measured_model
 from mixedkv_bench.harness.real_text import read_real_text
 from support.server_support import Server, running
 
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("options", nargs="*", metavar="OPTION", help="of mixedkv serve, after --")
     args = parser.parse_args()
-    path = find_model(args.model)
+    path = find_measured_model(args.model)
     for kv in args.kv or ("f16", "mixed"):
         with running("-m", str(path), "--kv", kv, *args.options) as server:
             found = ask_twice(server, real_prompts(args.n, args.seed))

@@ -20,7 +20,7 @@ import gguf
 import numpy as np
 
 from mixedkv import Llama
-from mixedkv.model.named_model import find_model
+from mixedkv.model.named_model import find_measured_model
 from mixedkv_bench.harness.real_text import read_real_text
 
 _SINKS, _WINDOW = 4, 64  # keys that are always read
@@ -247,7 +247,7 @@ def main() -> None:
     parser.add_argument("--n-ctx", type=int, default=8192)
     parser.add_argument("--text", default="prose", help="prose, code or dialogue")
     options = parser.parse_args()
-    path = find_model(options.model)
+    path = find_measured_model(options.model)
     with Llama(str(path), vocab_only=True, verbose=False) as llm:
         tokens = llm.tokenize(read_real_text(options.text).text.encode())[: options.n_ctx]
     model, kept = Model(path), list[Any]()

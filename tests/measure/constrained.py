@@ -20,7 +20,7 @@ from mixedkv.engine import Engine, stepping
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.llama import Llama
-from mixedkv.model.named_model import find_model
+from mixedkv.model.named_model import find_measured_model
 
 TEXTS = (
     "Marie Curie was born in Warsaw in 1867. She discovered polonium and radium, and won the Nobel prize in "
@@ -70,7 +70,7 @@ def main() -> None:
         return mask
 
     llm = Llama(
-        find_model(args.model),
+        find_measured_model(args.model),
         n_ctx=1024,
         n_seq_max=2,
         kv_unified=True,

@@ -14,7 +14,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 from mixedkv import Llama
-from mixedkv.model.named_model import find_model
+from mixedkv.model.named_model import find_measured_model
 from support import zoo
 from support.harness import Ctx, Mixed, Model, Uniform, prompt, rel_rms
 
@@ -47,7 +47,7 @@ def divergence(want: np.ndarray, got: np.ndarray) -> float:
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if len(sys.argv) > 1:
-            path = find_model(sys.argv[1])
+            path = find_measured_model(sys.argv[1])
             with Llama(path, vocab_only=True, verbose=False) as llm:
                 tokens = llm.tokenize(TEXT.encode())
         else:

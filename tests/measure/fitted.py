@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mixedkv.model.named_model import find_measured_model
 from mixedkv.native.memory import _GROUPS, _PROC, _own_groups
 
 _OPEN = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
@@ -102,7 +103,7 @@ def main() -> None:
     for gib in args.gib or (2, 8, 24):
         print(f"{args.model} in {gib:g} GiB", flush=True)
         with group(gib) as folder:
-            with serving(folder, ["-m", args.model, *args.options]) as address:
+            with serving(folder, ["-m", str(find_measured_model(args.model)), *args.options]) as address:
                 if args.tokens and address:
                     ask(address, args.tokens)
                 most = number(folder, "memory.max_usage_in_bytes", "memory.peak")

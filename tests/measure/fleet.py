@@ -17,7 +17,7 @@ import ray
 from ray import serve as ray_serve
 from serve import Rates, Talk, free_port, replay_all, show
 
-from mixedkv.model.named_model import find_model
+from mixedkv.model.named_model import find_measured_model
 from mixedkv_bench.harness.contexts import LoadedModel
 from mixedkv_ray.application import build
 
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--n-prompt", type=int, default=1024)
     parser.add_argument("--n-gen", type=int, default=16)
     args = parser.parse_args()
-    path, port = find_model(args.model), free_port()
+    path, port = find_measured_model(args.model), free_port()
     talk = Talk(LoadedModel(path), args.n_prompt, args.n_gen, args.turns)
     own = {"worker_niceness": 0}  # 15 otherwise: replicas are slow where others are at work
     ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, _system_config=own)

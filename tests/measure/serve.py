@@ -36,7 +36,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from mixedkv.model.named_model import find_model
+from mixedkv.model.named_model import find_measured_model
 from mixedkv_bench.harness import sample_text
 from mixedkv_bench.harness.contexts import LoadedModel
 from mixedkv_bench.harness.summary import bootstrap_interval
@@ -297,7 +297,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write each round as a line")
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
-    model = LoadedModel(find_model(args.model))
+    model = LoadedModel(find_measured_model(args.model))
     talk = Talk(model, args.n_prompt, args.shared, args.n_gen, args.turns)
     found = {(command, clients): list[Round]() for command in args.command for clients in args.clients}
     try:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv import Llama
-from mixedkv.model.named_model import find_model
+from mixedkv.model.named_model import find_measured_model
 from mixedkv_bench.harness.real_text import read_real_text
 
 LogProbs = npt.NDArray[np.float32]
@@ -22,7 +22,7 @@ LogProbs = npt.NDArray[np.float32]
 
 def decode(model: str, kv: str, text: str, n_ctx: int, n_new: int, n_threads: int) -> tuple[LogProbs, float]:
     """Return log-probabilities `[n_new, vocabulary]` of the last tokens, and the share of the pages read."""
-    llm = Llama(str(find_model(model)), kv=kv, n_ctx=n_ctx, n_threads=n_threads, verbose=False)
+    llm = Llama(str(find_measured_model(model)), kv=kv, n_ctx=n_ctx, n_threads=n_threads, verbose=False)
     tokens = llm.tokenize(read_real_text(text).text.encode())[: n_ctx - 8]
     llm.eval(tokens[:-n_new])
     rows = []

@@ -22,7 +22,7 @@ from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.engine import Engine
 from mixedkv.limits import padded
 from mixedkv.llama import Llama
-from mixedkv.model.named_model import find_model
+from mixedkv.model.named_model import find_measured_model
 from mixedkv_bench.harness.sample_text import document
 
 _PASSAGE = 200  # tokens, or a few more
@@ -110,7 +110,7 @@ def main() -> None:
     with ExitStack() as stack:
         llm, draft = (
             stack.enter_context(closing(Llama(path, verbose=False, **options))) if path else None
-            for path in (find_model(args.model), args.draft_model)
+            for path in (find_measured_model(args.model), args.draft_model)
         )
         engine = stack.enter_context(Engine(llm, parallel=1, draft_model=draft))
         for text in _TEMPERATURE:

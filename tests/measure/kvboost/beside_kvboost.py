@@ -20,7 +20,7 @@ from kvboost_peer import KVBoost
 from mixedkv import Llama
 from mixedkv.chunks.gate import compare, follow
 from mixedkv.engine import PromptCache
-from mixedkv.model.named_model import find_model
+from mixedkv.model.named_model import find_measured_model
 from mixedkv.store import KVStore
 from mixedkv.tokens import Tokens, as_tokens
 from mixedkv_bench.harness.real_text import read_real_text
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    path = find_model(args.model)
+    path = find_measured_model(args.model)
     with ExitStack() as stack:
         threads = {"n_threads": args.threads, "n_threads_batch": args.threads}
         llm = stack.enter_context(Llama(path, kv=args.kv, n_ctx=4096, verbose=False, **threads))

@@ -12,7 +12,7 @@ import statistics
 
 from kvboost_peer import KVBoost
 
-from mixedkv.model.named_model import find_model
+from mixedkv.model.named_model import find_measured_model
 from mixedkv_bench.harness.contexts import LoadedModel
 from mixedkv_bench.harness.reuse_cases import WORKLOADS, CaseMaker
 
@@ -28,7 +28,7 @@ def main() -> None:
     for name, default in (("n-prompt", 1400), ("documents", 4), ("repeats", 4), ("threads", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    path = find_model(args.model)
+    path = find_measured_model(args.model)
     model = LoadedModel(path)
     head = [model.bos] if model.adds_bos else []
     maker = CaseMaker(

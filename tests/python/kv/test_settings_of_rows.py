@@ -138,9 +138,9 @@ def test_many_pairs(model: str, seed: int, zoo_path: Callable[[str], Path], tmp_
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["smollm2", "gemma3", "qwen2.5-coder"])
 def test_pairs_of_real_models(name: str, tmp_path: Path) -> None:
-    from mixedkv.model.named_model import find_model
+    from mixedkv.model.named_model import find_measured_model
 
-    path = Path(find_model(name))
+    path = Path(find_measured_model(name))
     print(name, dict(run_pairs(path, adapters_in(tmp_path, path), seed=77, n_pairs=40)))
 
 

@@ -17,7 +17,7 @@ import gguf
 import numpy as np
 
 from mixedkv.model.gguf_copy import copy_metadata, write_and_close
-from mixedkv.model.named_model import find_model
+from mixedkv.model.named_model import find_measured_model
 
 
 def plant(
@@ -75,7 +75,7 @@ def plant(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("source", type=find_model)
+    parser.add_argument("source", type=find_measured_model)
     parser.add_argument("target", type=Path)
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     parser.add_argument("--bias", type=float, default=0, metavar="NORM", help="of a K bias of each head (0)")
