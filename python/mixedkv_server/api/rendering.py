@@ -126,7 +126,25 @@ def template_options(server: ServerState, body: ChatFields) -> TemplateOptions:
     if continues and body.continue_final_message is None:
         may_call = bool(body.tools) and getattr(body, "tool_choice", None) != "none"
         continues = server.engine.tokenizer.can_continue(may_call)
+    _check_beginning(body, continues)
     return TemplateOptions(variables=variables, thinking=thinking, continues=continues)
+
+
+def _check_beginning(body: ChatFields, continues: bool) -> None:
+    """Refuse a chat that would end without the beginning of an answer, or that asks for two."""
+    if body.add_generation_prompt is False and not continues:
+        raise bad_request(
+            "add_generation_prompt: false is not supported, as an answer begins where the template begins "
+            "the assistant's turn: leave it out, send continue_final_message with a last message of the "
+            "assistant, or send the text of your own rendering to /v1/completions",
+            "add_generation_prompt",
+        )
+    if body.add_generation_prompt and body.continue_final_message:
+        raise bad_request(
+            "add_generation_prompt: true begins another message, which continue_final_message does not: "
+            "leave one out",
+            "add_generation_prompt",
+        )
 
 
 _MOST = 64  # of a request

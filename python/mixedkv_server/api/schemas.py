@@ -472,17 +472,9 @@ class ChatFields(Model):
         "The last message is the answer's beginning; the answer goes on from it. Default, as in "
         "llama-server: if it is the assistant's, without calls."
     )
-    add_generation_prompt: bool | None = about("True, which is always so; false is refused.")
-
-    @field_validator("add_generation_prompt")
-    @classmethod
-    def _answers_begin(cls, value: bool | None) -> bool | None:
-        if value is False:
-            raise ValueError(
-                "false is not supported, as an answer begins where the template begins the assistant's turn: "
-                "leave it out, or send the text of your own rendering to /v1/completions"
-            )
-        return value
+    add_generation_prompt: bool | None = about(
+        "True, which is so unless the answer goes on from the last message; false is refused else."
+    )
 
     @property
     def goes_on(self) -> bool:

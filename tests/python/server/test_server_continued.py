@@ -64,6 +64,19 @@ def test_a_chat_without_the_beginning_of_an_answer_is_refused(server: Server) ->
         assert "/v1/completions" in answer["error"]["message"]
 
 
+def test_what_goes_on_from_the_last_message_begins_no_other(server: Server) -> None:
+    """vLLM and transformers ask for both fields."""
+    begun = {"messages": [HI, BEGUN]}
+    wanted = prompt(server, {**begun, "continue_final_message": True})
+    for more in ({}, {"continue_final_message": True}):
+        assert prompt(server, {**begun, **more, "add_generation_prompt": False}) == wanted
+        assert server.post("/v1/chat/completions", {**CHAT, **begun, **more, "add_generation_prompt": False})
+    for first, goes_on in ((True, True), (False, False)):
+        body = {**CHAT, **begun, "add_generation_prompt": first, "continue_final_message": goes_on}
+        status, answer, _ = server.request("POST", "/v1/chat/completions", body)
+        assert (status, answer["error"]["param"]) == (400, "add_generation_prompt")
+
+
 def test_a_chat_begins_with_bos_where_its_template_has_none(tmp_path: Path) -> None:
     (tmp_path / "plain.jinja").write_text(PLAIN)
     with running("--n-ctx", "512", "--chat-format", str(tmp_path / "plain.jinja")) as plain:
