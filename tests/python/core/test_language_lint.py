@@ -10,7 +10,7 @@ import pytest
 from support import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "tests/lint"))
-from check_language import about_docstring, long_sentences, undocumented
+from check_language import OLD_WORDS, about_docstring, old_words, undocumented
 
 pytestmark = pytest.mark.core
 
@@ -18,9 +18,6 @@ pytestmark = pytest.mark.core
 @pytest.mark.parametrize(
     "text",
     [
-        "What the cache holds.",
-        "Whether it is full.",
-        "Of a sequence.",
         "evict the oldest entry.",
         "Evict the oldest entry",
         "Raises:\n    ValueError: n is negative.",
@@ -46,21 +43,10 @@ def test_a_sentence_passes(text: str) -> None:
     assert not about_docstring(text)
 
 
-def test_a_long_sentence_is_found_where_it_begins() -> None:
-    page = (
-        "# Title\n\nShort.\n\n"
-        + "- "
-        + "word " * 31
-        + "\n\n```\n"
-        + "word " * 40
-        + "\n```\n\n| "
-        + "word " * 40
-    )
-    assert [(line, words) for line, words, _ in long_sentences(page)] == [(5, 31)]
-
-
-def test_a_link_and_code_count_once() -> None:
-    assert not long_sentences("word " * 28 + "[page](a/b/c.md) `a code of many words`.\n")
+def test_a_word_that_was_replaced_is_found() -> None:
+    word = next(iter(OLD_WORDS))
+    assert old_words(f"One.\nThe {word} and a_{word}_of.\n") == [(2, word), (2, word)]
+    assert not old_words(f"Less{word}ness.\n")
 
 
 def test_a_name_of_the_reference_without_docstring_is_found(
