@@ -85,7 +85,7 @@ def choose_context(
         asked = _fitted(asked, file, place, options)
     n_ctx = asked.n_ctx or int(file.get("context_length", 0))
     assert n_ctx != "fit"
-    asked = _settled(asked, file, place, n_ctx)
+    asked = _resolved(asked, file, place, n_ctx)
     if place is not None and asked.n_windows:
         n_windows = place.sliding.windows(place.shape.window, n_ctx, asked.n_seq_max)
         asked = replace(asked, n_windows=n_windows)
@@ -169,27 +169,27 @@ def _fitted(
     )
 
 
-def _settled(asked: ContextChoice, file: ModelFile, place: ContextPlace | None, n_ctx: int) -> ContextChoice:
+def _resolved(asked: ContextChoice, file: ModelFile, place: ContextPlace | None, n_ctx: int) -> ContextChoice:
     """Settle a budget or a number of bits, and a window that is too wide for the context."""
     setting = asked.setting
     if not isinstance(setting, MixedKVConfig):
         return asked
     if place is None:
-        if not setting.is_settled:
+        if not setting.is_resolved:
             model_shape(file)  # says what is not known
         return asked
     if not n_ctx:
         if setting.budget:
             raise ValueError(f"kv={str(setting)!r}: the model names no context: give n_ctx with a budget")
         return asked
-    settled = place.settled(setting, n_ctx)
+    resolved = place.resolved(setting, n_ctx)
     warnings = asked.warnings
-    if asked.chosen and setting.is_settled and settled != setting:
+    if asked.chosen and setting.is_resolved and resolved != setting:
         warnings += (
             f"kv={str(setting)!r} would take more than an F16 cache of n_ctx={n_ctx}, or not fit: it is "
-            f"{str(settled)!r} here. A larger n_ctx has room for what was asked for",
+            f"{str(resolved)!r} here. A larger n_ctx has room for what was asked for",
         )
-    return replace(asked, setting=settled, warnings=warnings)
+    return replace(asked, setting=resolved, warnings=warnings)
 
 
 def _choose_flash_attn(setting: KVSetting, flash_attn: bool | None) -> bool:

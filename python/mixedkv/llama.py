@@ -186,7 +186,7 @@ class Llama(GuardedLlama):
                     self.tokenizer_ = _llama_cpp.ModelTokenizer(self)
                 self._pre_tokenizer = _llama_cpp.pre_tokenizer(self)
                 check_loaded(self, plan)
-                for text in (*surprises(self, plan), *self._settle_weights(weights)):
+                for text in (*surprises(self, plan), *self._resolve_weights(weights)):
                     warnings.warn(text, stacklevel=3)
                 self._open_gate()
             except BaseException as error:
@@ -472,7 +472,7 @@ class Llama(GuardedLlama):
         """Sequences that layers with a sliding window have room for; 0: all, or there are none."""
         return self._plan.n_windows
 
-    def _settle_weights(self, weights: Llama | None) -> Iterator[str]:
+    def _resolve_weights(self, weights: Llama | None) -> Iterator[str]:
         """Have the weights stay where they are to be; yield what keeps them from it."""
         if self._streaming is not None:
             yield from self._streaming.lock(self)

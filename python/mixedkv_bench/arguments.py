@@ -76,7 +76,7 @@ def check(args: argparse.Namespace) -> Options:
         test=args.test,
         file=file,
         shape=shape,
-        settings=tuple(setting.settled(shape, longest) for setting in settings),
+        settings=tuple(setting.resolved(shape, longest) for setting in settings),
         threads=args.threads or len(os.sched_getaffinity(0)),
         depths=depths,
         n_ctx=n_ctx,

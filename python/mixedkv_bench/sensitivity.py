@@ -13,7 +13,7 @@ from pydantic import Field
 from mixedkv.config import MixedKVConfig
 from mixedkv.model.footprint import n_cells
 from mixedkv.model.layer_plan import FINEST, MEASURED, LayerPlan, Part, Shares
-from mixedkv.model.settle import shorten
+from mixedkv.model.resolve_budget import shorten
 from mixedkv_bench import plot
 from mixedkv_bench.bench_test import Bench, BenchTest, Options
 from mixedkv_bench.harness.cache_settings import Setting

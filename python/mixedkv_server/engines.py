@@ -34,8 +34,8 @@ from mixedkv.model.fit import Beside
 from mixedkv.model.footprint import Sliding
 from mixedkv.model.gguf_file import ModelFile, default_n_ctx, n_mtp_layers, read_model_file
 from mixedkv.native import llama_cpp as _llama_cpp
+from mixedkv.prefix.checkpoints import CheckpointLimits
 from mixedkv.sizes import GB, format_bytes
-from mixedkv.start.checkpoints import CheckpointLimits
 from mixedkv.store import KVStore
 from mixedkv.streaming.layer_choice import parse_layers
 from mixedkv.streaming.streaming import context_bytes, memory_beside

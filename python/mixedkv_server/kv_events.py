@@ -27,7 +27,7 @@ from mixedkv.errors import ClosedError
 
 if TYPE_CHECKING:
     from mixedkv.engine import Engine
-    from mixedkv.start.sequences import Sequence as Held
+    from mixedkv.prefix.sequences import Sequence as Held
 
 log = logging.getLogger("mixedkv.server")
 
@@ -102,11 +102,11 @@ class HeldBlocks:
     def look(self, held: Sequence[Held]) -> list[News]:
         """Return the sequences with their new tokens; called on the engine's thread.
 
-        One that is left out, as stitched ones are, counts as gone: its rows are not exact.
+        One that is left out, as assembled ones are, counts as gone: its rows are not exact.
         """
         news = []
         for seq in held:
-            if not seq.stitched:
+            if not seq.assembled:
                 told = self._told.get(seq.id)
                 n = len(seq.tokens) // BLOCK
                 same = told is not None and (told.version, told.tenant) == (seq.version, seq.tenant)

@@ -14,16 +14,16 @@ from pydantic import ValidationError, field_validator, model_validator
 from mixedkv.chunks.passages import parse_chunks
 from mixedkv.hosts import is_local
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS
+from mixedkv.prefix.sequences import Reuse
 from mixedkv.prompts.content_marks import ContentTokens
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.sessions.metadata import beside
 from mixedkv.sizes import parse_duration, parse_size
-from mixedkv.start.sequences import Reuse
 from mixedkv.store.eviction import Eviction
 from mixedkv.streaming.layer_choice import parse_layers
 from mixedkv_server.fields import SamplingFields, check_variables
 from mixedkv_server.logs import LogFormat
-from mixedkv_service.settings import SIZE, DoorSettings, Gigabytes, Megabytes, Several, in_words, option
+from mixedkv_service.settings import SIZE, Gigabytes, Megabytes, ServiceSettings, Several, in_words, option
 
 _ZERO = re.compile(r"-?0+(\.0+)?(ms|min|[smhd])?", re.ASCII)
 
@@ -105,7 +105,7 @@ def _check_drafter(text: str) -> None:
         raise ValueError("use off, prompt-lookup, mtp, or the GGUF file of a smaller model")
 
 
-class ServerSettings(DoorSettings):
+class ServerSettings(ServiceSettings):
     """The options of `mixedkv serve`.
 
     Raises:
@@ -113,7 +113,7 @@ class ServerSettings(DoorSettings):
     """
 
     PARSED: ClassVar[Mapping[str, Any]] = {
-        **DoorSettings.PARSED,
+        **ServiceSettings.PARSED,
         "stream_layers": parse_layers,
         "memory": parse_size,
         "keep_alive": parse_keep_alive,

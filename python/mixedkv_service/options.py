@@ -11,12 +11,12 @@ from mixedkv.cli.words import decimal, flags, integer, tokens
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
-    from mixedkv_service.settings import DoorSettings
+    from mixedkv_service.settings import ServiceSettings
 
-    S = TypeVar("S", bound=DoorSettings)
+    S = TypeVar("S", bound=ServiceSettings)
 
 
-def add_options(parser: Any, kind: type[DoorSettings], leave_out: Container[str] = ()) -> None:
+def add_options(parser: Any, kind: type[ServiceSettings], leave_out: Container[str] = ()) -> None:
     """Declare all options of some settings, in their groups."""
     prefix = kind.model_config["env_prefix"]
     parser.epilog = (
@@ -54,7 +54,7 @@ def read_options(args: argparse.Namespace, kind: type[S]) -> S:
     """Return the settings of a command line, the environment and a file.
 
     Raises:
-        ValueError, OSError: as `DoorSettings.load`.
+        ValueError, OSError: as `ServiceSettings.load`.
     """
     options = {name: getattr(args, name) for name in kind.model_fields}
     return kind.load({name: value for name, value in options.items() if value is not None}, args.config)

@@ -40,7 +40,7 @@ _WORDS_OF_OPTIONS = (
     (re.compile("'', "), ""),  # what an option is unless it is given
 )
 _HOST_AND_PORT = re.compile(r"[^:/]+:\d+")
-_T = TypeVar("_T", bound="DoorSettings")
+_T = TypeVar("_T", bound="ServiceSettings")
 
 
 def in_words(message: str, *, of_option: bool = False) -> str:
@@ -93,7 +93,7 @@ Gigabytes = Annotated[float, _in_units(GB)]
 Megabytes = Annotated[float, _in_units(MB)]
 
 
-class DoorSettings(BaseSettings):
+class ServiceSettings(BaseSettings):
     """The options of every door. Text that is parsed where it is used is checked by `PARSED`.
 
     Raises:

@@ -361,7 +361,7 @@ class SplitService:
         def let_go() -> None:
             if rows is not None and rows.paused and rows.tenant == tenant and rows.tokens == ids:
                 rows.paused = False
-                if forget or rows.stitched:  # nobody else can use rows that were moved
+                if forget or rows.assembled:  # nobody else can use rows that were moved
                     self._engine.pool.drop(rows)
 
         if rows is not None:

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from mixedkv.engine.connect.store_connector import SequenceRows, StoredRows
+from mixedkv.engine.connectors.store_connector import SequenceRows, StoredRows
 from mixedkv.engine.engine import Engine
 from mixedkv.errors import RowsGoneError
-from mixedkv.start.sequences import Sequence
+from mixedkv.prefix.sequences import Sequence
 from mixedkv.store import Identity, KVStore, Share
 from mixedkv_split.session_key import Unwrapper
 

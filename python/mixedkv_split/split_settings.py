@@ -9,10 +9,10 @@ from pydantic import model_validator
 from pydantic_settings import SettingsConfigDict
 
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES
-from mixedkv_service.settings import SIZE, DoorSettings, Gigabytes, option
+from mixedkv_service.settings import SIZE, Gigabytes, ServiceSettings, option
 
 
-class SplitSettings(DoorSettings):
+class SplitSettings(ServiceSettings):
     """Everything `mixedkv split serve` can be told; docs/reference/cli.md says what each is.
 
     Raises:

@@ -13,7 +13,7 @@ import sys
 from mixedkv.config import parse_kv
 from mixedkv.model.footprint import WINDOWED, LayerShape, ModelShape, Sliding, footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
-from mixedkv.model.settle import fit_window
+from mixedkv.model.resolve_budget import fit_window
 from mixedkv.sizes import format_bytes
 
 CONTEXTS = 8192, 32768, 131072

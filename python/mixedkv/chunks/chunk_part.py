@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
+from mixedkv.chunks.assembly import Assembly, Rows, behind
 from mixedkv.chunks.repair import Method
-from mixedkv.chunks.stitch import Rows, Stitch, behind
 from mixedkv.llama import Llama
 from mixedkv.prompts.part import Outcome
 from mixedkv.tokens import Tokens
@@ -33,11 +33,11 @@ class ChunkPart:
         rows: Rows,
         method: Method,
         n_prompt: int,
-        note: Callable[[Stitch | Exception], None] = lambda _: None,
+        note: Callable[[Assembly | Exception], None] = lambda _: None,
     ) -> None:
         self._rows, self._method, self._n_prompt, self._note = rows, method, n_prompt, note
         self.begin = rows[0][0].begin
-        self._stitch: Stitch | None = None
+        self._assembly: Assembly | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -49,7 +49,7 @@ class ChunkPart:
 
     @property
     def n_left(self) -> int | None:
-        return self._stitch.n_left if self._stitch is not None else None
+        return self._assembly.n_left if self._assembly is not None else None
 
     def budget(self, n: int) -> int:
         """Return `n`: it goes on in every step, since loading rows takes no tokens."""
@@ -63,12 +63,12 @@ class ChunkPart:
 
     def evaluate(self, llm: Llama, prompt: Tokens, begin: int, seq: int, n: int) -> Outcome:
         try:
-            if self._stitch is None:
-                self._stitch = Stitch(llm, prompt, self._rows, begin, self._method, seq)
-            if self._stitch.advance(n):
+            if self._assembly is None:
+                self._assembly = Assembly(llm, prompt, self._rows, begin, self._method, seq)
+            if self._assembly.advance(n):
                 return Outcome("goes on")
-            self._note(self._stitch)
-            return Outcome("done", n_reused=int(self._stitch.kept.sum()))
+            self._note(self._assembly)
+            return Outcome("done", n_reused=int(self._assembly.kept.sum()))
         except Exception as error:  # whatever is wrong with rows from elsewhere: they are only a shortcut
             self._note(error)
             return Outcome("given up", error=error)

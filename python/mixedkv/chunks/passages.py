@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mixedkv.chunks.assembly import Rows
 from mixedkv.chunks.chunk_reuse import REPAIRS, ChunkChoice, Repair
 from mixedkv.chunks.donors import SHORTEST_SEGMENT, WIDTH, DonorIndex, TextEnds, find_segments
 from mixedkv.chunks.gate import Gate
 from mixedkv.chunks.repair import Method
-from mixedkv.chunks.stitch import Rows
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import INT32_MAX, check_int
 from mixedkv.llama import Llama

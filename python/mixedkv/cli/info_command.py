@@ -19,7 +19,7 @@ from mixedkv.model.layer_plan import Shares
 from mixedkv.model.measured_shares import read_shares
 from mixedkv.model.named_model import HELP as MODEL_HELP
 from mixedkv.model.named_model import find_model
-from mixedkv.model.settle import settle
+from mixedkv.model.resolve_budget import resolve_budget
 from mixedkv.native.llama_arguments import beyond_training
 from mixedkv.native.memory import memory_room
 from mixedkv.sizes import format_bytes
@@ -95,7 +95,7 @@ def _report(
 def _cache(
     file: ModelFile, shape: ModelShape, shares: Shares | None, spec: str, n_ctx: int, n_seq: int
 ) -> dict[str, Any]:
-    kv = settle(parse_kv(spec), shape, n_ctx, n_seq, shares)
+    kv = resolve_budget(parse_kv(spec), shape, n_ctx, n_seq, shares)
     size = footprint(shape, kv, n_ctx, n_seq)
     f16 = footprint(shape, parse_kv("f16"), n_ctx, n_seq).bytes
     longest = fitting_context(file, parse_kv(spec), n_seq) if f16 else None
@@ -116,7 +116,7 @@ def _cache(
 def _served(shape: ModelShape, shares: Shares | None, spec: str, n_ctx: int) -> int | None:
     """Return the bytes of what a server has, None where it cannot have this cache."""
     try:
-        kv = settle(parse_kv(spec), shape, n_ctx, _SERVED, shares, sliding=_SERVED_WINDOWS)
+        kv = resolve_budget(parse_kv(spec), shape, n_ctx, _SERVED, shares, sliding=_SERVED_WINDOWS)
         return footprint(shape, kv, n_ctx, _SERVED, _SERVED_WINDOWS).bytes
     except ValueError:  # its budget is too small
         return None

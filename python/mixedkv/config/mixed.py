@@ -142,8 +142,8 @@ class MixedKVConfig:
             "0-3:q8_0/q4_0,7-:q5_0" has K of the first four layers in Q8_0 and V in Q4_0, and both in Q5_0
             from layer 7 on.
         budget: bytes that the cache may take, or e.g. "2GiB"; or bits of an element of the cold rows, scales
-            included, as "4.5bit". 0 uses the given types. `settle` chooses the types by layer for a model and
-            a context, and spends them where they help most: see `model.settle.for_budget`.
+            included, as "4.5bit". 0 uses the given types. `resolve_budget` chooses the types by layer for a
+            model and a context, and spends them where they help most: see `model.resolve_budget.for_budget`.
         sparse: "eps:0.05" makes decoding with the fused kernel, beyond 1,024 tokens, read only some of the
             older tokens, four at a time: those that weigh much, and a random sample of the others. A
             query's sum of attention weights is then wrong by more than 0.05 of it with a probability of
@@ -185,20 +185,20 @@ class MixedKVConfig:
 
     def types_of(self, il: int) -> tuple[str, str]:
         """Return the types of K and V in the cold rows of a layer."""
-        self._check_settled()
+        self._check_resolved()
         ranges = _core.layer_ranges(self.layers)
         types = ((k, v) for first, last, k, v in ranges if first <= il and (last < 0 or il <= last))
         return next(types, (self.cold_type_k, self.cold_type_v))
 
-    def _check_settled(self) -> None:
-        if not self.is_settled:
+    def _check_resolved(self) -> None:
+        if not self.is_resolved:
             raise ValueError(
                 f"budget={self.budget}: its value depends on the model and its context: pass it through "
-                f"`settle` first"
+                f"`resolve_budget` first"
             )
 
     @property
-    def is_settled(self) -> bool:
+    def is_resolved(self) -> bool:
         """False while a budget stands for types of layers that a model is needed for."""
         return not self.budget
 
@@ -237,7 +237,7 @@ class MixedKVConfig:
 
     def native(self) -> _core.CacheConfig:
         """Return the setting as the native library takes it."""
-        self._check_settled()
+        self._check_resolved()
         return _core.CacheConfig.of(True, options_of(self))
 
     def __str__(self) -> str:

@@ -9,8 +9,8 @@ from mixedkv.engine.chat.chat_template import RenderedChat as RenderedChat
 from mixedkv.engine.chat.chat_template import TemplateOptions as TemplateOptions
 from mixedkv.engine.chat.chat_template import ToolChoice as ToolChoice
 from mixedkv.engine.chat.tokenizer import Tokenizer as Tokenizer
-from mixedkv.engine.connect.chunk_connector import ChunkConnector as ChunkConnector
-from mixedkv.engine.connect.store_connector import StoreConnector as StoreConnector
+from mixedkv.engine.connectors.chunk_connector import ChunkConnector as ChunkConnector
+from mixedkv.engine.connectors.store_connector import StoreConnector as StoreConnector
 from mixedkv.engine.embed.embedder import Embedder as Embedder
 from mixedkv.engine.engine import Engine as Engine
 from mixedkv.engine.generation import Generation as Generation

@@ -23,7 +23,7 @@ from mixedkv.engine.stepping import Stepper
 from mixedkv.errors import ContextBusyError, StoppedError, UnsupportedModelError
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
-from mixedkv.start.sequences import NO_MATCH, SequencePool
+from mixedkv.prefix.sequences import NO_MATCH, SequencePool
 from mixedkv.tokens import common_prefix
 
 _T = TypeVar("_T")

@@ -27,7 +27,7 @@ from mixedkv.engine.callers_turn import CallersStepper, CallersTurn, sequence_si
 from mixedkv.engine.chat.chat_template import Chat, RenderedChat
 from mixedkv.engine.chat.message_ends import message_ends
 from mixedkv.engine.chat.tokenizer import Prompt, Tokenizer
-from mixedkv.engine.connect.kv_connector import KVConnector, NoConnector
+from mixedkv.engine.connectors.kv_connector import KVConnector, NoConnector
 from mixedkv.engine.draft.speculation import Speculation
 from mixedkv.engine.inbox import Deliver, Inbox, Outbox, QueueRoom, Turns, deliver_directly
 from mixedkv.engine.jobs.job import Failed, Job
@@ -42,10 +42,10 @@ from mixedkv.errors import ClosedError, ContextBusyError, ContextLengthError
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.detokenizer import Detokenizer, stop_strings
+from mixedkv.prefix.checkpoints import CheckpointLimits
+from mixedkv.prefix.sequences import MIN_SHARED, Reuse, SequencePool
+from mixedkv.prefix.sequences import Sequence as PoolSequence
 from mixedkv.prompts.overflow import Overflow
-from mixedkv.start.checkpoints import CheckpointLimits
-from mixedkv.start.sequences import MIN_SHARED, Reuse, SequencePool
-from mixedkv.start.sequences import Sequence as PoolSequence
 from mixedkv.tokens import Tokens
 from mixedkv.work.turns import Limits, unlimited
 

@@ -21,8 +21,8 @@ from mixedkv.engine.answer import Answer
 from mixedkv.engine.chat.tokenizer import Prompt, Tokenizer
 from mixedkv.engine.chat_call import Message, chat_of, submit_options
 from mixedkv.engine.chat_stream import ChatStream
-from mixedkv.engine.connect.chunk_connector import ChunkConnector
-from mixedkv.engine.connect.store_connector import StoreConnector
+from mixedkv.engine.connectors.chunk_connector import ChunkConnector
+from mixedkv.engine.connectors.store_connector import StoreConnector
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.generation import Generation, generation_of
 from mixedkv.engine.jobs.job import Job
@@ -32,9 +32,9 @@ from mixedkv.ids import check_id, check_session_id, check_tenant, new_id
 from mixedkv.limits import check_int
 from mixedkv.llama import Llama
 from mixedkv.native.chat_formats import chosen_format
+from mixedkv.prefix.sequences import Reuse
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.prompts.part import Insert
-from mixedkv.start.sequences import Reuse
 from mixedkv.store import Identity, KVStore
 from mixedkv.tokens import Tokens, as_tokens
 

@@ -29,14 +29,14 @@ class Restorer:
             return
         fetched = job.prefix.fetched
         assert isinstance(fetched, Fetched)
-        doubted = fetched.doubt is not None
+        unverified = fetched.unverified is not None
         try:
             self._advance(job, fetched)
-            if doubted and fetched.doubt is None:
+            if unverified and fetched.unverified is None:
                 self._observer.rechecked("")
         except Exception as error:
             log.warning("stored rows could not be loaded: %s", error)
-            if doubted and fetched.doubt is None:
+            if unverified and fetched.unverified is None:
                 self._observer.rechecked(str(error))
             self._observer.restore_failed("wrong" if isinstance(error, WrongRowsError) else "load")
             self._scheduler.refetch(job)

@@ -13,7 +13,7 @@ from mixedkv.constrain.constraint import Mask
 from mixedkv.engine.batch.batch import Batch
 from mixedkv.engine.batch.vector_job import take_hidden
 from mixedkv.engine.chat.tokenizer import Tokenizer
-from mixedkv.engine.connect.kv_connector import KVConnector
+from mixedkv.engine.connectors.kv_connector import KVConnector
 from mixedkv.engine.draft.speculation import Speculation
 from mixedkv.engine.inbox import Outbox
 from mixedkv.engine.jobs.job import AnswerState, Delta, Failed, Job

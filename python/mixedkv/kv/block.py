@@ -13,8 +13,8 @@ import numpy.typing as npt
 from mixedkv.kv.checkpoint import Checkpoint, named_checkpoints, read_checkpoints
 from mixedkv.kv.rows import (
     COMPUTED,
-    DOUBTED,
     FOREIGN,
+    UNVERIFIED,
     LayerRows,
     RowGroup,
     Validities,
@@ -48,7 +48,7 @@ class KVBlock:
         groups: the rows; none where no layer keeps any.
         checkpoints: of the sequence, at tokens within the block or at its end.
         validity: what each token's rows are, uint8 [p1 - p0], see `mixedkv.kv.rows`; None if that is not
-            known: they are doubted. Only rows that were computed from the start are stored.
+            known: they are unverified. Only rows that were computed from the start are stored.
         past: a hash of the tokens before them; behind others they are approximate.
         setting: what the rows were computed under, see `mixedkv.kv.row_setting`; "" if that is not known.
             Under another one they are approximate.
@@ -65,7 +65,7 @@ class KVBlock:
 
     def __post_init__(self) -> None:
         if self.validity is None:
-            object.__setattr__(self, "validity", all_of(len(self), DOUBTED))
+            object.__setattr__(self, "validity", all_of(len(self), UNVERIFIED))
 
     def __len__(self) -> int:
         return self.p1 - self.p0

@@ -19,7 +19,7 @@ from mixedkv.kv.cache_context import CacheContext
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.evaluation import Evaluation
 from mixedkv.kv.layer_view import LayerView
-from mixedkv.kv.rows import APPROXIMATE, COMPUTED, DOUBTED
+from mixedkv.kv.rows import APPROXIMATE, COMPUTED, UNVERIFIED
 from mixedkv.kv.sequence_state import SequenceStates, StateRefusedError
 from mixedkv.kv.stats import KVStats, LayerStats, SequenceStats
 from mixedkv.kv.validity import Validity
@@ -355,7 +355,7 @@ class KVCache:
     @exclusive
     def limit_exact(self, p: int) -> None:
         """Mark rows of sequence 0 from `p` on as inexact, after llama_cpp's own functions moved rows."""
-        self._validity.limit(0, p, -1, DOUBTED)
+        self._validity.limit(0, p, -1, UNVERIFIED)
 
     @exclusive
     def assume(self, tokens: npt.ArrayLike, n_exact: int) -> None:

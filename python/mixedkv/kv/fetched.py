@@ -1,4 +1,4 @@
-"""Puts the rows of a prefix that was stored into a sequence, and compares those that are doubted first."""
+"""Puts the rows of a prefix that was stored into a sequence, and compares those that are unverified first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mixedkv.kv.cache import KVCache
 from mixedkv.kv.evaluate_again import Again, Span, evaluate_again
 
 
-class Doubted(Protocol):
+class Unverified(Protocol):
     """Tokens of a prefix to evaluate again before its rows are used."""
 
     @property
@@ -23,7 +23,7 @@ class Doubted(Protocol):
     @property
     def spans(self) -> Sequence[Span]: ...
 
-    def settle(self, again: Again) -> str:
+    def verify(self, again: Again) -> str:
         """Return what is wrong with the rows; "" if nothing is."""
 
 
@@ -35,24 +35,26 @@ class Fetched:
     """Rows of a prefix, to be loaded into an empty sequence a block at a time, so that a long prefix is
     spread over several steps.
 
-    Doubted tokens are evaluated again in place, behind the rows before them. The blocks are then loaded once
-    more, so that the sequence is to the bit what was stored.
+    Unverified tokens are evaluated again in place, behind the rows before them. The blocks are then loaded
+    once more, so that the sequence is to the bit what was stored.
 
     Args:
         blocks: of consecutive ranges from position 0 on.
         tier: where they came from.
         exact: the sequence can be gone on from exactly.
-        doubt: None, or one without spans, where the rows are believed.
+        unverified: None, or one without spans, where the rows are believed.
     """
 
-    def __init__(self, blocks: list[KVBlock], tier: str, exact: bool, doubt: Doubted | None = None) -> None:
+    def __init__(
+        self, blocks: list[KVBlock], tier: str, exact: bool, unverified: Unverified | None = None
+    ) -> None:
         self.n, self.tier, self.exact = sum(len(block.tokens) for block in blocks), tier, exact
-        self.doubt = doubt if doubt is not None and doubt.spans else None
-        self._todo, self._all = list(blocks), blocks if self.doubt is not None else []
+        self.unverified = unverified if unverified is not None and unverified.spans else None
+        self._todo, self._all = list(blocks), blocks if self.unverified is not None else []
 
     @property
     def is_loaded(self) -> bool:
-        return not self._todo and self.doubt is None
+        return not self._todo and self.unverified is None
 
     def advance(self, kv: KVCache, seq: int) -> KVBlock | None:
         """Load the next block and return it. After the last one, compare; the sequence is then emptied, and
@@ -67,9 +69,9 @@ class Fetched:
                 block = self._todo.pop(0)
                 kv.load(block, seq, more=bool(self._todo))
                 return block
-            doubt, self.doubt = self.doubt, None
-            assert doubt is not None
-            problem = doubt.settle(evaluate_again(kv, seq, doubt.tokens, doubt.spans))
+            unverified, self.unverified = self.unverified, None
+            assert unverified is not None
+            problem = unverified.verify(evaluate_again(kv, seq, unverified.tokens, unverified.spans))
         except BaseException:
             kv.remove(seq)
             raise

@@ -249,7 +249,7 @@ def read_setting(description: Mapping[str, Any]) -> str:
 
 
 NAMES = ("computed", "approximate", "incomplete", "foreign", "doubted")
-COMPUTED, APPROXIMATE, INCOMPLETE, FOREIGN, DOUBTED = range(5)
+COMPUTED, APPROXIMATE, INCOMPLETE, FOREIGN, UNVERIFIED = range(5)
 
 Validities = npt.NDArray[np.uint8]
 

@@ -14,7 +14,7 @@ from mixedkv.kv.block import KVBlock
 from mixedkv.kv.cache_context import CacheContext
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.row_setting import difference, name_of_model
-from mixedkv.kv.rows import APPROXIMATE, DOUBTED, Validities, runs
+from mixedkv.kv.rows import APPROXIMATE, UNVERIFIED, Validities, runs
 from mixedkv.limits import INT32_MAX
 from mixedkv.native.context_lock import exclusive
 from mixedkv.tokens import as_tokens
@@ -57,10 +57,10 @@ class Validity:
         """Return what the rows of a sequence from position `p0` on are, uint8 [n], see `mixedkv.kv.rows`.
 
         Args:
-            tokens: their ids, [n]; rows of others, and those that are not there, are doubted.
+            tokens: their ids, [n]; rows of others, and those that are not there, are unverified.
         """
         known = _core.get_truth(self._context.address, seq, p0, as_tokens(tokens))
-        return np.full_like(known, DOUBTED) if self._is_unverified(seq) else known
+        return np.full_like(known, UNVERIFIED) if self._is_unverified(seq) else known
 
     @exclusive
     def exact(self, seq: int, tokens: npt.ArrayLike, p0: int = 0) -> int:

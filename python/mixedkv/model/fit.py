@@ -9,7 +9,7 @@ from functools import partial
 from mixedkv.config import PRESETS, KVSetting, MixedKVConfig, parse_kv
 from mixedkv.model.footprint import WINDOWED, ModelShape, Sliding, footprint, longest
 from mixedkv.model.gguf_file import ModelFile
-from mixedkv.model.settle import fit_window, settle
+from mixedkv.model.resolve_budget import fit_window, resolve_budget
 from mixedkv.sizes import format_bytes
 
 _ENOUGH = 32_768  # tokens that are worth fewer layers on a GPU
@@ -91,15 +91,15 @@ class ContextPlace:
     beside: Beside = Beside()
     room: int | None
 
-    def settled(self, kv: KVSetting, n_ctx: int) -> KVSetting:
+    def resolved(self, kv: KVSetting, n_ctx: int) -> KVSetting:
         """Return the setting for a context of `n_ctx` tokens: with types in place of a budget, or with a
         window that the context has room for.
 
         Raises:
             ValueError: its budget is too small.
         """
-        if isinstance(kv, MixedKVConfig) and not kv.is_settled:
-            return settle(
+        if isinstance(kv, MixedKVConfig) and not kv.is_resolved:
+            return resolve_budget(
                 kv,
                 self.shape,
                 n_ctx,
@@ -114,7 +114,7 @@ class ContextPlace:
     def size(self, kv: KVSetting, n_ctx: int) -> int:
         """Return the bytes of a cache."""
         n, n_seq = n_ctx // self.n_stream, self.n_seq // self.n_stream
-        return self.n_stream * footprint(self.shape, self.settled(kv, n_ctx), n, n_seq, self.sliding).bytes
+        return self.n_stream * footprint(self.shape, self.resolved(kv, n_ctx), n, n_seq, self.sliding).bytes
 
     def left(self, n_ctx: int) -> int | None:
         """Return the bytes that the cache of such a context may take."""
@@ -174,7 +174,7 @@ def fit(place: ContextPlace, kv: KVSetting | None) -> Fit:
     taken = place.beside.n_contexts * n_bytes + place.others(n_ctx)
     return Fit(
         n_ctx=n_ctx,
-        kv=place.settled(chosen, n_ctx),
+        kv=place.resolved(chosen, n_ctx),
         n_bytes=n_bytes,
         n_left=None if place.room is None else max(0, place.room - taken),
         n_ctx_train=place.shape.n_ctx_train,
@@ -253,6 +253,6 @@ def _squeezed(place: ContextPlace, n_ctx: int) -> KVSetting | None:
     if left is None or left <= 0:
         return None
     try:
-        return place.settled(MixedKVConfig(budget=left), n_ctx)
+        return place.resolved(MixedKVConfig(budget=left), n_ctx)
     except ValueError:
         return None

@@ -24,7 +24,7 @@ _MOST = 32  # tokens of a match to evaluate again, at least one for each entry
 
 
 @dataclass(frozen=True, slots=True)
-class Doubt:
+class UnverifiedRows:
     """The tokens of a match that are evaluated before it is believed.
 
     Args:
@@ -43,9 +43,9 @@ class Doubt:
         """All tokens of the match."""
         return self.match.tokens
 
-    def settle(self, again: Again) -> str:
-        """Settle the doubt as `Recheck.settle` does."""
-        return self.recheck.settle(self, again)
+    def verify(self, again: Again) -> str:
+        """Verify the rows as `Recheck.verify` does."""
+        return self.recheck.verify(self, again)
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -58,7 +58,7 @@ class Recheck:
     Args:
         entries: entries of the store.
         tally: counts the results.
-        on: doubt entries of other processes.
+        on: unverified entries of other processes.
     """
 
     def __init__(self, entries: Entries, tally: Tally, on: bool) -> None:
@@ -68,21 +68,21 @@ class Recheck:
     def believe(self, entries: Iterable[str]) -> None:
         self._believed.update(entries)
 
-    def doubt(self, match: Match, llm: RowSource) -> Doubt:
+    def unverified(self, match: Match, llm: RowSource) -> UnverifiedRows:
         """Return the tokens to evaluate again before a match is believed; empty if it is believed."""
         links = [link for link in match.links if link.entry not in self._believed] if self._on else []
         return self._spans(match, links, llm)
 
-    def settle(self, doubt: Doubt, again: Again) -> str:
+    def verify(self, unverified: UnverifiedRows, again: Again) -> str:
         """Believe a match whose rows are right; remove wrong entries and say what is wrong with them."""
-        problems = again.problems(doubt.spans)
-        wrong = [(link, what) for link, what in zip(doubt.links, problems, strict=True) if what]
+        problems = again.problems(unverified.spans)
+        wrong = [(link, what) for link, what in zip(unverified.links, problems, strict=True) if what]
         self._tally.add(n_rechecked=len(problems), n_wrong=len(wrong))
         if not wrong:
-            self.believe(link.entry for link in doubt.match.links)
+            self.believe(link.entry for link in unverified.match.links)
             return ""
         for link, what in wrong:
-            identity = doubt.match.identity
+            identity = unverified.match.identity
             _LOG.error(
                 "stored entry %s is wrong and was removed: evaluated again, %s; it is of %s, identity %s",
                 link.entry,
@@ -94,13 +94,13 @@ class Recheck:
                 self._entries.remove(link.entry)
         return wrong[0][1]
 
-    def _spans(self, match: Match, links: Sequence[Link], llm: RowSource) -> Doubt:
+    def _spans(self, match: Match, links: Sequence[Link], llm: RowSource) -> UnverifiedRows:
         """Choose some tokens of each entry: of the last one its end, where the F16 window is whole."""
         rule, n = llm.kv.cut_rule, match.n_tokens
         if rule.recurrent:  # a recurrent state cannot be cut
-            return Doubt(self, match)
+            return UnverifiedRows(self, match)
         size = max(1, min(_SPAN, _MOST // max(1, len(links))))
-        doubt = Doubt(self, match)
+        unverified = UnverifiedRows(self, match)
         for link in links:
             begin = max(link.p0, link.end - size)
             if link.end < n:
@@ -108,7 +108,7 @@ class Recheck:
             span = begin, min(begin + size, link.end)
             if rule.sliding and link.end < n:  # sliding windows have dropped its rows
                 continue
-            if len(doubt) + size <= llm.n_batch and (match.tokens[slice(*span)] >= 0).all():  # no image
-                doubt.spans.append(span)
-                doubt.links.append(link)
-        return doubt
+            if len(unverified) + size <= llm.n_batch and (match.tokens[slice(*span)] >= 0).all():  # no image
+                unverified.spans.append(span)
+                unverified.links.append(link)
+        return unverified

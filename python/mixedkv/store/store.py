@@ -295,7 +295,7 @@ class KVStore:
                 return missed or self._missed(EntryError(reason, EXPLAINED.get(reason, "")))
             try:
                 blocks, tier = self._entries.read(match)
-                _load(llm, seq, Fetched(blocks, tier, match.exact, self.recheck.doubt(match, llm)))
+                _load(llm, seq, Fetched(blocks, tier, match.exact, self.recheck.unverified(match, llm)))
             except EntryError as error:
                 missed = self._missed(error)
                 if error.reason in ("refused", "index"):

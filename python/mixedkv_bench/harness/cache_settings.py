@@ -8,7 +8,7 @@ from typing import Any
 
 from mixedkv.config import KVSetting, MixedKVConfig, UniformKV, parse_kv
 from mixedkv.model.footprint import ModelShape
-from mixedkv.model.settle import settle
+from mixedkv.model.resolve_budget import resolve_budget
 
 DEFAULT_SPECS = ("f16", "q8_0", "q4_0", "mixed:compact", "mixed:balanced", "mixed:quality")
 
@@ -43,15 +43,15 @@ class Setting:
         """Tokens whose rows a mixed cache keeps in F16; None for a cache that is not mixed."""
         return self.kv.quantization_threshold if isinstance(self.kv, MixedKVConfig) else None
 
-    def settled(self, shape: ModelShape, n_ctx: int) -> Setting:
+    def resolved(self, shape: ModelShape, n_ctx: int) -> Setting:
         """Return the setting whose `bits` are what they come to for a model of this shape and a context.
 
         Raises:
             ValueError: the model has no types so coarse.
         """
-        if not isinstance(self.kv, MixedKVConfig) or self.kv.is_settled:
+        if not isinstance(self.kv, MixedKVConfig) or self.kv.is_resolved:
             return self
-        kv = settle(self.kv, shape, n_ctx)
+        kv = resolve_budget(self.kv, shape, n_ctx)
         return replace(self, spec=str(kv), kv=kv)
 
     def head(self, threads: int) -> dict[str, Any]:

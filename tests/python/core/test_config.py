@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mixedkv import MixedKVConfig, UniformKV, _core
 from mixedkv.config import KVSetting, parse_kv
 from mixedkv.config.mixed import COLD_TYPES, UNIFORM_TYPES, ggml_type, type_bits, type_name
-from mixedkv.model.settle import join_layers
+from mixedkv.model.resolve_budget import join_layers
 
 pytestmark = pytest.mark.core
 

@@ -10,8 +10,8 @@ import pytest
 
 from mixedkv.cli.main import make_parser
 from mixedkv.config import MixedKVConfig
+from mixedkv.prefix.checkpoints import CheckpointLimits
 from mixedkv.sizes import GB, parse_duration, parse_size, size_of
-from mixedkv.start.checkpoints import CheckpointLimits
 from mixedkv.store import KVStore
 
 pytestmark = pytest.mark.core

@@ -213,7 +213,7 @@ def test_what_cannot_be_put_together_is_evaluated(direct: Direct) -> None:
     expected = bits(ask(direct, case, reuse=False, store=False))
     store(direct, case)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mixedkv.chunks.stitch.Stitch._choose", lambda *a, **k: 1 / 0)
+        patch.setattr("mixedkv.chunks.assembly.Assembly._choose", lambda *a, **k: 1 / 0)
         job, _ = ask(direct, case)
     assert (job.exact, job.n_approximate, job.n_cached) == (True, 0, 0)
     assert job.tokens.tolist() == expected[0]

@@ -13,8 +13,8 @@ from mixedkv._core import HotWindow
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.engine import StoreConnector
-from mixedkv.engine.connect.store_connector import StoredRows
-from mixedkv.start.checkpoints import CheckpointLimits, places
+from mixedkv.engine.connectors.store_connector import StoredRows
+from mixedkv.prefix.checkpoints import CheckpointLimits, places
 from mixedkv.store import KVStore
 from support.harness import prompt
 from support.patience import PATIENCE

@@ -14,7 +14,7 @@ from mixedkv import Llama
 from mixedkv.chunks.gate import last_logits
 from mixedkv.engine import Chat
 from mixedkv.engine.chat.tokenizer import Tokenizer
-from mixedkv.engine.connect.store_connector import StoreConnector
+from mixedkv.engine.connectors.store_connector import StoreConnector
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.jobs.job import Done, Job
 from mixedkv.engine.sample.sampling import Sampling

@@ -131,7 +131,7 @@ def test_a_plain_llama_raises_and_goes_on(poison: Path, kv: str) -> None:
 
 
 def test_rows_of_such_values_are_not_exact(poison: Path) -> None:
-    """Whoever evaluates by llama.cpp's own functions finds them doubted."""
+    """Whoever evaluates by llama.cpp's own functions finds them unverified."""
     llm = Llama(poison, n_ctx=512, verbose=False, n_threads=1)
     ids = llm.tokenize(GOOD.encode())
     with pytest.raises(NotFiniteError):

@@ -20,9 +20,9 @@ from mixedkv.engine.prepare import fit
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ContextLengthError
 from mixedkv.llama import Llama
+from mixedkv.prefix.sequences import Sequence
 from mixedkv.prompts.overflow import NOWHERE, Gap, LongPrompt, budget, cut, head_of
 from mixedkv.prompts.prompt_lookup import PromptLookup
-from mixedkv.start.sequences import Sequence
 from mixedkv.store import KVStore
 from mixedkv.tokens import common_prefix
 from support.harness import prompt
@@ -264,7 +264,7 @@ def slid(direct: Direct, first: int) -> tuple[list[Message], Sequence]:
         messages.append(assistant(text))
         if job.n_dropped and not job.exact:
             break
-    return messages, next(seq for seq in held(direct) if seq.stitched and seq.gap == job.gap)
+    return messages, next(seq for seq in held(direct) if seq.assembled and seq.gap == job.gap)
 
 
 @pytest.mark.parametrize("reuse", ["exact", "prefix", True])
@@ -393,7 +393,7 @@ def test_nothing_of_them_is_stored() -> None:
         assert isinstance(connector, StoreConnector)
         slid(direct, 600)
         connector.flush()
-        moved = next(np.array(seq.tokens, np.int32) for seq in held(direct) if seq.stitched)
+        moved = next(np.array(seq.tokens, np.int32) for seq in held(direct) if seq.assembled)
         found = connector.store.find(connector._identity(""), moved)
         assert found is None or found.n_tokens <= 64
 

@@ -11,7 +11,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.engine import Engine
-from mixedkv.engine.connect.store_connector import StoreConnector
+from mixedkv.engine.connectors.store_connector import StoreConnector
 from mixedkv.engine.schedule.contract import Observer
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import Identity, KVStore

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
-from mixedkv.engine.connect.store_connector import StoreConnector
+from mixedkv.engine.connectors.store_connector import StoreConnector
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.contract import Observer
 from mixedkv.store import KVStore

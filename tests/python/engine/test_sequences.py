@@ -12,9 +12,9 @@ from mixedkv._core import HotWindow
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.rows import APPROXIMATE, COMPUTED, Validities
+from mixedkv.prefix.checkpoints import CheckpointLimits
+from mixedkv.prefix.sequences import NO_MATCH, Sequence, SequenceMatch, SequencePool
 from mixedkv.prompts.overflow import Gap, LongPrompt
-from mixedkv.start.checkpoints import CheckpointLimits
-from mixedkv.start.sequences import NO_MATCH, Sequence, SequenceMatch, SequencePool
 from mixedkv.work.turns import TenantLimits
 
 pytestmark = pytest.mark.core

@@ -12,7 +12,7 @@ from mixedkv.config.cut_rule import CutRule
 from mixedkv.engine.batch.vector_job import VectorJob
 from mixedkv.errors import NotFiniteError, RowsGoneError
 from mixedkv.kv.fetched import Fetched
-from mixedkv.start.sequences import Sequence
+from mixedkv.prefix.sequences import Sequence
 from support.scheduler_support import Desk
 
 WIDTH = 4

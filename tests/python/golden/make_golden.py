@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from mixedkv import Llama
 from mixedkv.kv.block import Checkpoint, KVBlock, LayerRows, RowGroup, row_bytes
-from mixedkv.kv.rows import APPROXIMATE, COMPUTED, DOUBTED, FOREIGN, all_of
+from mixedkv.kv.rows import APPROXIMATE, COMPUTED, FOREIGN, UNVERIFIED, all_of
 from mixedkv.store import pack_kv_cache, pack_kv_cache_v2, packed_from_block
 from mixedkv.store.encryption import encrypt
 from mixedkv.store.formats.native import VERSION, encode
@@ -100,7 +100,7 @@ def point() -> Checkpoint:
     )
 
 
-VALIDITY = np.array([COMPUTED, COMPUTED, APPROXIMATE, FOREIGN, DOUBTED, DOUBTED], np.uint8)
+VALIDITY = np.array([COMPUTED, COMPUTED, APPROXIMATE, FOREIGN, UNVERIFIED, UNVERIFIED], np.uint8)
 SETTING = "model=0 types=q4_0 window=2/1/1"
 BLOCKS = {
     "v4-f16": replace(block("f16", []), validity=all_of(6, COMPUTED)),

@@ -17,7 +17,7 @@ from mixedkv.config.mixed import type_bits
 from mixedkv.model.footprint import LayerShape, ModelShape, Sliding, footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.layer_plan import FINEST, LADDER, MEASURED, LayerPlan
-from mixedkv.model.settle import for_budget, settle, shorten
+from mixedkv.model.resolve_budget import for_budget, resolve_budget, shorten
 from mixedkv.sizes import format_bytes, parse_size
 
 pytestmark = pytest.mark.core
@@ -151,7 +151,7 @@ def test_a_budget_is_settled_before_it_is_used() -> None:
     for use in (lambda: kv.types_of(0), kv.native):
         with pytest.raises(ValueError, match="depends on the model and its context"):
             use()
-    assert settle(parse_kv("mixed"), shape_of(model_path()), 512) == MixedKVConfig()
+    assert resolve_budget(parse_kv("mixed"), shape_of(model_path()), 512) == MixedKVConfig()
 
 
 def test_bits_go_to_the_keys_of_deep_layers_first() -> None:
@@ -160,11 +160,11 @@ def test_bits_go_to_the_keys_of_deep_layers_first() -> None:
     assert str(kv) == "mixed:threshold=128,budget=3.5bit"
     with pytest.raises(ValueError, match=r"budget=3\.5bit: its value depends on the model"):
         kv.native()
-    assert settle(kv, shape, 512) == parse_kv("mixed:cold=tc3,threshold=128,layers=2-3:lm4/tc3")
-    assert settle(parse_kv("mixed:budget=3.25bit"), shape, 512) == parse_kv("mixed:cold=tc3")
-    assert settle(parse_kv("mixed:budget=8.5bit"), shape, 512) == parse_kv("mixed:cold=q8_0")
+    assert resolve_budget(kv, shape, 512) == parse_kv("mixed:cold=tc3,threshold=128,layers=2-3:lm4/tc3")
+    assert resolve_budget(parse_kv("mixed:budget=3.25bit"), shape, 512) == parse_kv("mixed:cold=tc3")
+    assert resolve_budget(parse_kv("mixed:budget=8.5bit"), shape, 512) == parse_kv("mixed:cold=q8_0")
     with pytest.raises(ValueError, match=r"budget=3bit: the coarsest types take 3\.25 bits in this model"):
-        settle(parse_kv("mixed:budget=3bit"), shape, 512)
+        resolve_budget(parse_kv("mixed:budget=3bit"), shape, 512)
 
 
 def sliding_of(n_ctx_train: int = 32_768) -> ModelShape:
@@ -183,17 +183,17 @@ def cold_bits(kv: KVSetting, shape: ModelShape, n_ctx: int, **options: Any) -> f
 def test_bits_are_those_of_what_is_allocated(n_ctx: int) -> None:
     shape = sliding_of()
     for bits in (3.5, 4.5, 6.0):
-        kv = settle(parse_kv(f"mixed:budget={bits}bit"), shape, n_ctx)
+        kv = resolve_budget(parse_kv(f"mixed:budget={bits}bit"), shape, n_ctx)
         assert bits - 0.5 < cold_bits(kv, shape, n_ctx) <= bits
-        full = settle(parse_kv(f"mixed:budget={bits}bit"), shape, n_ctx, sliding=Sliding(full=True))
+        full = resolve_budget(parse_kv(f"mixed:budget={bits}bit"), shape, n_ctx, sliding=Sliding(full=True))
         assert bits - 0.5 < cold_bits(full, shape, n_ctx, sliding=Sliding(full=True)) <= bits
 
 
 def test_rows_of_a_window_get_eight_bits_where_they_cost_little() -> None:
     shape = sliding_of()
-    long = settle(parse_kv("mixed:budget=4.5bit"), shape, 32_768)
+    long = resolve_budget(parse_kv("mixed:budget=4.5bit"), shape, 32_768)
     assert [long.types_of(il)[0] for il in range(6)] == ["q8_0", "q8_0", "q5_0", "q8_0", "q8_0", "q5_0"]
-    short = settle(parse_kv("mixed:budget=4bit"), shape, 512)  # a window has as many rows here
+    short = resolve_budget(parse_kv("mixed:budget=4bit"), shape, 512)  # a window has as many rows here
     assert short == parse_kv("mixed:cold_k=lm4,cold_v=tc3,layers=2:q5_0/tc3,5:q5_0/tc3")
 
 
@@ -228,12 +228,12 @@ def test_a_gpu_has_the_types_that_it_writes() -> None:
     held = footprint(shape, parse_kv("mixed:cold=q4_0"), 4096)
     assert held.view
     kv = parse_kv(f"mixed:budget={held.bytes + held.view}")
-    assert str(settle(kv, shape, 4096, on_cpu=False)) == "mixed"
-    assert "tc3" in str(settle(kv, shape, 4096, on_cpu=False, gpus_write_all=True))
+    assert str(resolve_budget(kv, shape, 4096, on_cpu=False)) == "mixed"
+    assert "tc3" in str(resolve_budget(kv, shape, 4096, on_cpu=False, gpus_write_all=True))
     kv = parse_kv(f"mixed:budget={held.bytes}")
-    assert "tc3" in str(settle(kv, shape, 4096))
+    assert "tc3" in str(resolve_budget(kv, shape, 4096))
     with pytest.raises(ValueError, match="the smallest cache takes"):  # there attention merges, with a view
-        settle(kv, shape, 4096, on_cpu=False)
+        resolve_budget(kv, shape, 4096, on_cpu=False)
 
 
 def test_latent_attention_has_one_type_for_both(zoo_path: Callable[[str], Path]) -> None:

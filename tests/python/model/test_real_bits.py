@@ -9,7 +9,7 @@ import pytest
 from mixedkv.config import parse_kv
 from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
-from mixedkv.model.settle import for_budget
+from mixedkv.model.resolve_budget import for_budget
 from support.bench_support import run
 
 N_CTX = 512

@@ -17,7 +17,7 @@ from support.server_support import Direct, running
 msgspec = pytest.importorskip("msgspec", reason="msgspec is not installed")
 zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")
 
-from mixedkv.start.sequences import Sequence  # noqa: E402
+from mixedkv.prefix.sequences import Sequence  # noqa: E402
 from mixedkv_server.kv_events import BLOCK, HeldBlocks, KVEvents  # noqa: E402
 
 _AS_VLLM: Any = {"array_like": True, "omit_defaults": True, "gc": False}
@@ -78,7 +78,7 @@ def held_prefixes(pool: list[Sequence]) -> set[tuple[str, tuple[int, ...]]]:
         (seq.tenant, tuple(seq.tokens[: BLOCK * (i + 1)]))
         for seq in pool
         for i in range(len(seq.tokens) // BLOCK)
-        if not seq.stitched
+        if not seq.assembled
     }
 
 
@@ -100,7 +100,7 @@ def test_a_listener_knows_what_is_held(seed: int) -> None:
             seq.tenant = rng.choice(["", "anna"])
         else:
             seq.tokens.extend(rng.choice([1, 1, 1, 2]) for _ in range(rng.randrange(40)))
-        seq.stitched = rng.random() < 0.05
+        seq.assembled = rng.random() < 0.05
         if rng.random() < 0.02:  # somebody begins to listen
             blocks.forget()
             listener.blocks.clear()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mixedkv.kv.rows import DOUBTED
+from mixedkv.kv.rows import UNVERIFIED
 from mixedkv.store import Identity, KVStore
 from mixedkv.store.index import Index
 from support.store_support import identity, make_block, put_chain, same, stored_match
@@ -289,4 +289,4 @@ def test_a_search_looks_at_some_of_many(store: KVStore, monkeypatch: pytest.Monk
 
 def test_rows_of_which_nothing_is_known_are_not_stored(store: KVStore) -> None:
     with pytest.raises(ValueError, match="its row at position 0 is doubted, and only those of an evaluation"):
-        store.put(identity(), make_block(list(range(3, 67)), validity=DOUBTED))
+        store.put(identity(), make_block(list(range(3, 67)), validity=UNVERIFIED))

@@ -13,8 +13,8 @@ from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.rows import APPROXIMATE, COMPUTED, Validities, all_of
+from mixedkv.prefix.sequences import SequencePool
 from mixedkv.prompts.overflow import NOWHERE, cut, head_of
-from mixedkv.start.sequences import SequencePool
 from mixedkv.work.turns import Limits, unlimited
 
 N_CTX, N_BATCH = 256, 64

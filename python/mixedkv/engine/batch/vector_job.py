@@ -16,7 +16,7 @@ from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import NotFiniteError, RowsGoneError
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
-from mixedkv.start.sequences import Sequence
+from mixedkv.prefix.sequences import Sequence
 
 Vectors = npt.NDArray[np.float32]
 

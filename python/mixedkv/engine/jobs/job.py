@@ -16,7 +16,7 @@ from mixedkv.engine.schedule.progress import Progress
 from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.text.thought import Thought
 from mixedkv.native.detokenizer import TextStream
-from mixedkv.start.sequences import Sequence
+from mixedkv.prefix.sequences import Sequence
 
 
 class AnswerState:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from mixedkv.engine.schedule.request import Request
-from mixedkv.start.sequences import Reuse
+from mixedkv.prefix.sequences import Reuse
 
 _LEAST = 32  # tokens
 

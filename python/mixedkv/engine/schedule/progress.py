@@ -8,9 +8,9 @@ from mixedkv.engine.schedule.prefix_source import PrefixSource
 from mixedkv.engine.schedule.prompt_tokens import PromptTokens
 from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.schedule.work_counts import WorkCounts
+from mixedkv.prefix.sequences import Sequence
 from mixedkv.prompts.overflow import LongPrompt
 from mixedkv.prompts.part import PromptPart
-from mixedkv.start.sequences import Sequence
 
 
 class Progress(PromptTokens):
@@ -121,7 +121,7 @@ class Progress(PromptTokens):
         """
         assert self.seq is not None
         self.seq.tokens.extend(self.tokens[self.n_rows : self.n_rows + part.n_tokens])
-        self.seq.stitched, self.seq.reuse_options = True, self.request.reuse_options
+        self.seq.assembled, self.seq.reuse_options = True, self.request.reuse_options
         self.work.add_reused(n_reused)
         self.drop_optional_parts()
 

@@ -12,9 +12,9 @@ from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.text.answer_reader import AnswerReader
 from mixedkv.engine.text.thought import ThoughtTags
 from mixedkv.limits import check_int
+from mixedkv.prefix.sequences import Reuse
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.prompts.part import GivenPart
-from mixedkv.start.sequences import Reuse
 from mixedkv.tokens import Tokens
 
 

@@ -11,8 +11,8 @@ from typing import Generic
 from mixedkv.engine.schedule.contract import Observer, P, PartRun, Run, StepPlan
 from mixedkv.engine.schedule.fair_queue import FairQueue
 from mixedkv.engine.schedule.pacing import Pace, share
-from mixedkv.start.checkpoints import places
-from mixedkv.start.sequences import NO_MATCH, Sequence, SequenceMatch, SequencePool, is_better
+from mixedkv.prefix.checkpoints import places
+from mixedkv.prefix.sequences import NO_MATCH, Sequence, SequenceMatch, SequencePool, is_better
 from mixedkv.tokens import Tokens, common_prefix
 from mixedkv.work.turns import Limits, Service, unlimited
 

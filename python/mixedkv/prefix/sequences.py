@@ -21,8 +21,8 @@ from mixedkv.config.cut_rule import CutRule
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.checkpoint import Checkpoint, served
 from mixedkv.kv.rows import Validities
+from mixedkv.prefix.checkpoints import CheckpointLimits, thinned
 from mixedkv.prompts.overflow import Gap, LongPrompt
-from mixedkv.start.checkpoints import CheckpointLimits, thinned
 from mixedkv.tokens import Tokens, common_prefix
 
 
@@ -35,9 +35,9 @@ class Sequence:
         paused: rows of an answer that goes on later: not continued by others, and evicted last of all.
         checkpoints: what it held besides rows when it was shorter, in order of length.
         whole: it still holds what the token at its end reads.
-        stitched: some of its rows were computed elsewhere: only who accepts that goes on from them.
+        assembled: some of its rows were computed elsewhere: only who accepts that goes on from them.
         reuse_options: what the request asked of rows that were computed elsewhere; None for nothing.
-        gap: what of a longer prompt was left out; where it is `stitched` too, rows behind were moved down,
+        gap: what of a longer prompt was left out; where it is `assembled` too, rows behind were moved down,
             and nobody but the next turn goes on from them.
         shared: other sequences may have its rows at the positions below.
         session: whose prefix it then is, if it is a session's.
@@ -54,7 +54,7 @@ class Sequence:
     paused: bool = False
     checkpoints: list[Checkpoint] = field(default_factory=list)
     whole: bool = True
-    stitched: bool = False
+    assembled: bool = False
     reuse_options: object | None = None
     gap: Gap | None = None
     shared: int = 0
@@ -102,7 +102,7 @@ class SequenceMatch:
     @property
     def moved(self) -> bool:
         """Its rows are, or will be, at other positions than those they were evaluated at."""
-        return self.dropped > 0 or (self.source is not None and self.source.stitched)
+        return self.dropped > 0 or (self.source is not None and self.source.assembled)
 
 
 NO_MATCH = SequenceMatch(None, 0, True, 0)
@@ -233,13 +233,13 @@ class SequencePool:
                 seq.tenant == tenant
                 and seq.tokens
                 and (
-                    not seq.stitched
+                    not seq.assembled
                     or (_is_chunks(seq, accept) and reuse_options in (None, seq.reuse_options))
                 )
             ):
                 n = min(seq.common(prompt), len(prompt) - 1)
                 if n >= self._min_shared or (seq.keep and 0 < n == len(seq.tokens)):
-                    best = _better(best, self._match(seq, n, exact_only and not seq.stitched))
+                    best = _better(best, self._match(seq, n, exact_only and not seq.assembled))
         return best
 
     def match_long(self, tenant: str, prompt: LongPrompt) -> tuple[SequenceMatch, int]:
@@ -252,7 +252,7 @@ class SequencePool:
         """
         best, n_dropped = NO_MATCH, 0
         for seq in self._all:
-            if seq.tenant != tenant or not seq.tokens or (seq.stitched and not self._goes_on(seq)):
+            if seq.tenant != tenant or not seq.tokens or (seq.assembled and not self._goes_on(seq)):
                 continue
             gap, gone = seq.gap, seq.gap.n if seq.gap is not None else 0
             if gap is not None and gap.begin != prompt.head:
@@ -292,7 +292,7 @@ class SequencePool:
         exact = goes_on and self.is_exact(seq, end=n)
         if exact or (goes_on and not exact_only and self._has_rows(seq, n)):
             return SequenceMatch(seq, n, exact, n)
-        if not exact_only and self.rule.only_approximate and not seq.stitched and self._has_rows(seq, n):
+        if not exact_only and self.rule.only_approximate and not seq.assembled and self._has_rows(seq, n):
             return SequenceMatch(seq, n, False, n)
         at, point = served(seq.checkpoints, n)
         exact = point is not None and self.is_exact(seq, end=at)
@@ -336,7 +336,7 @@ class SequencePool:
             seq = self._free(None)
         elif not match.dropped and (match.again or self._may_continue(source, match.n)):
             seq = self._cut(source, match)
-        elif match.dropped or (source.stitched and source.gap is not None):
+        elif match.dropped or (source.assembled and source.gap is not None):
             seq = self._move(source, match)
         else:
             seq = self._copy(source, match)
@@ -345,8 +345,8 @@ class SequencePool:
         seq.tenant, seq.running, seq.session = tenant, True, None
         seq.keep = seq.paused = False
         seq.whole, seq.windowless = True, False
-        seq.stitched = source is not None and (source.stitched or match.dropped > 0)
-        seq.reuse_options = source.reuse_options if source is not None and seq.stitched else None
+        seq.assembled = source is not None and (source.assembled or match.dropped > 0)
+        seq.reuse_options = source.reuse_options if source is not None and seq.assembled else None
         seq.gap, seq.n_prompt = None, 0
         if source is not None:  # a prefix that is shared counts as used, however old it is
             self.touch(source)
@@ -440,7 +440,7 @@ class SequencePool:
         """Free a sequence's rows and its place."""
         self.clear(seq)
         seq.running = seq.keep = seq.paused = False
-        seq.session, seq.stitched, seq.gap = None, False, None
+        seq.session, seq.assembled, seq.gap = None, False, None
 
     def clear(self, seq: Sequence) -> None:
         """Remove the rows of a sequence."""
@@ -465,11 +465,11 @@ class SequencePool:
         except (ValueError, UnsupportedModelError) as error:
             log.warning("rows cannot be moved, so they are evaluated again: %s", error)
             self.clear(seq)
-            seq.stitched = False
+            seq.assembled = False
             return False
         del seq.tokens[begin:end]
         seq.checkpoints = [point for point in seq.checkpoints if point.n <= begin]
-        seq.stitched, seq.shared = True, min(seq.shared, begin)
+        seq.assembled, seq.shared = True, min(seq.shared, begin)
         seq.version += 1
         return True
 
@@ -509,7 +509,7 @@ class SequencePool:
         return seq.gap is not None and not (seq.running or seq.keep or seq.paused)
 
     def _may_take(self, source: Sequence, match: SequenceMatch) -> bool:
-        return source.stitched or self._may_continue(source, match.n + match.dropped)
+        return source.assembled or self._may_continue(source, match.n + match.dropped)
 
     def _move(self, source: Sequence, match: SequenceMatch) -> Sequence | None:
         plain = replace(match, n=match.n + match.dropped, dropped=0)
@@ -585,7 +585,7 @@ def is_better(n: int, exact: bool, match: SequenceMatch, least: int = 0) -> bool
 
 
 def _is_chunks(seq: Sequence, accept: Reuse | None) -> bool:
-    """Return whether a stitched sequence may be used."""
+    """Return whether an assembled sequence may be used."""
     return accept == "chunks" and seq.gap is None
 
 

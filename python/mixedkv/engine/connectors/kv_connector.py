@@ -10,7 +10,7 @@ from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.contract import Observer
 from mixedkv.engine.schedule.request import Request
 from mixedkv.llama import Llama
-from mixedkv.start.sequences import SequencePool
+from mixedkv.prefix.sequences import SequencePool
 
 _T = TypeVar("_T")
 

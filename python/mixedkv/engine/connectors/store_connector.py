@@ -20,14 +20,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mixedkv.engine.connect.kv_connector import ConnectedEngine, refuse_chunks
+from mixedkv.engine.connectors.kv_connector import ConnectedEngine, refuse_chunks
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ClosedError
 from mixedkv.kv.block import KVBlock
 from mixedkv.kv.fetched import Fetched
 from mixedkv.limits import CELLS
-from mixedkv.start.sequences import Sequence
+from mixedkv.prefix.sequences import Sequence
 from mixedkv.store import Identity, KVStore
 from mixedkv.store.entry_row import EntryError
 from mixedkv.store.results import Match, Saved
@@ -331,8 +331,8 @@ class StoreConnector:
             job.store_problem = str(error)
             self._engine.observer.restore_failed("read")
             return
-        doubt = self.store.recheck.doubt(match, self._engine.llm)
-        job.prefix.fetched = Fetched(self._rows.cut(blocks), tier, match.exact, doubt)
+        unverified = self.store.recheck.unverified(match, self._engine.llm)
+        job.prefix.fetched = Fetched(self._rows.cut(blocks), tier, match.exact, unverified)
 
     def _put(self, finished: _Finished) -> None:
         identity = self._identity(finished.tenant)

@@ -37,7 +37,7 @@ _TOGETHER = 512  # tokens of two passages whose choice is evaluated at once
 _NEAR = (0.2, 1.0, 0.75, 0.5, 0.35, 0.15)
 
 
-class Stitch:
+class Assembly:
     """Puts one prompt together. At first the sequence holds its first `n_exact` tokens only, in the end all
     but the last, which the caller evaluates for its logits.
 

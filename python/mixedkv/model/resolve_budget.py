@@ -20,7 +20,7 @@ from mixedkv.sizes import format_bytes
 Types = list[tuple[int, str, str]]
 
 
-def settle(
+def resolve_budget(
     kv: KVSetting,
     shape: ModelShape,
     n_ctx: int,
@@ -40,7 +40,7 @@ def settle(
     Raises:
         ValueError: nothing fits the budget.
     """
-    if not isinstance(kv, MixedKVConfig) or kv.is_settled:
+    if not isinstance(kv, MixedKVConfig) or kv.is_resolved:
         return kv
     n_ctx, n_seq = n_ctx // n_stream, n_seq // n_stream
     kv = _within(kv, padded(n_ctx))
@@ -120,7 +120,7 @@ def fit_window(
     than an F16 one.
 
     A window takes F16 rows beside the cold ones, which a short context has no gain to pay with. A setting
-    that no window makes small enough stays as it is. Arguments as in `settle`.
+    that no window makes small enough stays as it is. Arguments as in `resolve_budget`.
     """
     if not isinstance(kv, MixedKVConfig) or not kv.enable_quantization or not kv.native().chooses_rows:
         return kv
@@ -174,7 +174,7 @@ def for_budget(
         OSError, InvalidModelFileError, UnsupportedModelError: see `model_shape`.
     """
     shape = model if isinstance(model, ModelShape) else model_shape(read_model_file(model))
-    return settle(MixedKVConfig(**given, budget=n_bytes), shape, n_ctx, n_seq, shares)
+    return resolve_budget(MixedKVConfig(**given, budget=n_bytes), shape, n_ctx, n_seq, shares)
 
 
 def join_layers(types: Iterable[tuple[int, str, str]]) -> str:

@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
+from mixedkv.chunks.assembly import Assembly
 from mixedkv.chunks.chunk_part import ChunkPart
 from mixedkv.chunks.chunk_reuse import ChunkChoice, ChunkReuse
 from mixedkv.chunks.gate import Gate, Logits, Waiting, compare, logits_at
 from mixedkv.chunks.passages import Passages
-from mixedkv.chunks.stitch import Stitch
-from mixedkv.engine.connect.kv_connector import ConnectedEngine
-from mixedkv.engine.connect.store_connector import Offer, StoreConnector
+from mixedkv.engine.connectors.kv_connector import ConnectedEngine
+from mixedkv.engine.connectors.store_connector import Offer, StoreConnector
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ClosedError
-from mixedkv.start.sequences import NO_MATCH, Sequence
+from mixedkv.prefix.sequences import NO_MATCH, Sequence
 from mixedkv.store import KVStore
 
 log = logging.getLogger("mixedkv.engine")
@@ -195,7 +195,7 @@ class ChunkConnector(StoreConnector):
         return logits_at(llm, -1)
 
 
-def _note(job: Job, found: Stitch | Exception) -> None:
+def _note(job: Job, found: Assembly | Exception) -> None:
     """Note what was put together for a job, or why nothing was."""
     if isinstance(found, Exception):
         job.store_problem = str(found)
