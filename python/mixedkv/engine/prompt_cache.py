@@ -254,7 +254,8 @@ class PromptCache:
             **options: of `Engine.submit`: max_tokens, stop, temperature, seed, ...
 
         Raises:
-            ValueError: the prompt is empty or too long, or an option is wrong.
+            ValueError: the prompt has no token (an empty text of a model without BOS) or is too long, or an
+                option is wrong.
         """
         called = time.perf_counter()
         return self._whole(self._submit(prompt, options), called)

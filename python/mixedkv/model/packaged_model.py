@@ -39,7 +39,6 @@ class PackagedModel:
         sha256: hash of the whole file.
         megabytes: what is downloaded.
         licence: what the weights may be used for.
-        maker: who made the packages.
         of_hub: None if users may download the packages by the name. Else the packages do not say who made
             them: only benchmarks and tests download them, and a user takes this model of the Hugging Face
             Hub.
@@ -54,7 +53,6 @@ class PackagedModel:
     sha256: str
     megabytes: int
     licence: str
-    maker: str
     of_hub: str | None = None
 
     def quantised(self) -> Path:
@@ -170,7 +168,6 @@ SMOLLM2 = PackagedModel(
     sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
     megabytes=93,
     licence="Apache 2.0",
-    maker="Simon Willison",
 )
 """30 layers, 9 query heads over 3 KV heads of size 64, a vocabulary of 49,152, 8,192 tokens of context."""
 
@@ -184,7 +181,6 @@ GEMMA3 = PackagedModel(
     sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     megabytes=253,
     licence="Gemma terms of use",
-    maker="not named",
     of_hub="ggml-org/gemma-3-270m-GGUF",
 )
 """A base model: sliding windows of 512 in 15 of 18 layers (5, 11 and 17 read all tokens), 4 query heads over
@@ -200,7 +196,6 @@ QWEN25 = PackagedModel(
     sha256="1d9614638d18024d0fbb36575a15f1302a3adf044df10345688ec4f6e1c4ff32",
     megabytes=478,
     licence="Apache 2.0",
-    maker="not named",
     of_hub="Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF",
 )
 """Of the family whose keys have the largest biases: 24 layers, 14 query heads over 2 KV heads of size 64, a
