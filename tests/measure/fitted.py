@@ -100,10 +100,11 @@ def main() -> None:
     parser.add_argument("--gib", type=float, action="append")
     parser.add_argument("--tokens", type=int, default=18_000)
     args = parser.parse_args()
+    path = str(find_measured_model(args.model))
     for gib in args.gib or (2, 8, 24):
         print(f"{args.model} in {gib:g} GiB", flush=True)
         with group(gib) as folder:
-            with serving(folder, ["-m", str(find_measured_model(args.model)), *args.options]) as address:
+            with serving(folder, ["-m", path, *args.options]) as address:
                 if args.tokens and address:
                     ask(address, args.tokens)
                 most = number(folder, "memory.max_usage_in_bytes", "memory.peak")

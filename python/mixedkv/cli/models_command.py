@@ -28,9 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(_: argparse.Namespace) -> None:
     rows = [_HEAD, *_rows()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for *cells, path in rows:
-        name, size, *others = (cell.ljust(width) for cell, width in zip(cells, widths, strict=False))
-        print(f"{name}  {size.strip():>{widths[1]}}  {'  '.join(others)}  {path}")
+    for name, size, can, source, licence, path in rows:
+        left = f"{name:<{widths[0]}}  {size:>{widths[1]}}  {can:<{widths[2]}}"
+        print(f"{left}  {source:<{widths[3]}}  {licence:<{widths[4]}}  {path}")
 
 
 def _rows() -> Iterator[Row]:

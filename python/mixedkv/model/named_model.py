@@ -233,10 +233,17 @@ def _short(error: Exception) -> str:
 _F16 = ":f16"
 NAMES = (*PACKAGED, *(name + _F16 for name in PACKAGED))
 _OF_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(?<!\.gguf)(:[\w.-]+)?", re.ASCII)
-HELP = (
-    f"GGUF model, OWNER/REPO[:FILE] of the Hugging Face Hub with the extra `hub`, or {', '.join(FOR_USERS)}, "
-    f"also as smollm2{_F16} (default: the bundled model)"
-)
+
+
+def model_help(names: str) -> str:
+    """Return the help of `-m` for a command that takes these short names."""
+    return (
+        f"GGUF model, OWNER/REPO[:FILE] of the Hugging Face Hub with the extra `hub`, or {names}, "
+        f"also as smollm2{_F16} (default: the bundled model)"
+    )
+
+
+HELP = model_help(", ".join(FOR_USERS))
 
 
 def find_model(given: str | None) -> Path:

@@ -8,13 +8,15 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-OTHER_PACKAGES = ("bench", "llm", "ray", "server", "service", "split")
+from support import REPOSITORY
+
+OTHER_PACKAGES = {path.name for path in (REPOSITORY / "python").glob("mixedkv_*")}
 EXTRAS = (
     "anthropic", "fastapi", "google.protobuf", "grpc", "h11", "httpx", "huggingface_hub", "jsonschema",
     "matplotlib", "msgspec", "obstore", "ollama", "openai", "pandas", "PIL", "playwright",
     "prometheus_client", "pydantic_settings", "ray", "redis", "starlette", "uvicorn", "zmq",
 )  # fmt: skip
-HIDDEN = {*(f"mixedkv_{name}" for name in OTHER_PACKAGES), *EXTRAS}
+HIDDEN = {*OTHER_PACKAGES, *EXTRAS}
 
 
 class Hidden(MetaPathFinder):
