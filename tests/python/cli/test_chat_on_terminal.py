@@ -27,7 +27,7 @@ LONG = 60_000  # tokens, of at least a character each
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random weights: it does not know how to end an answer."""
+    """A model of random weights. Bytes and control tokens have a logit of 0, so they are not the likeliest."""
     model = zoo.make("llama-64")
     model.tensors["output.weight"][: -len(PIECES)] = 0  # it writes letters, not bytes
     model.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -41,8 +41,8 @@ def chat(*options: str | Path) -> Terminal:
 
 
 def endless_chat(model: Path, *options: str | Path) -> Terminal:
-    """One whose answers take a quarter of a minute and more."""
-    return chat("-n", str(LONG), "-m", model, "--n-ctx", "65536", *options)
+    """One whose answers take a quarter of a minute and more: the likeliest of random logits is never a token that ends."""
+    return chat("-n", str(LONG), "-m", model, "--n-ctx", "65536", "--temp", "0", *options)
 
 
 def messages(folder: Path) -> list[dict[str, str]]:
