@@ -21,9 +21,10 @@ from support import zoo
 from support.conversation_support import empty, open_llama
 from support.harness import N_GPU_LAYERS, Ctx, Mixed, Model, Uniform
 from support.hidden import hidden
+from support.needs import NEEDS, missing, undeclared
 from support.oracle import Oracle, oracle_of
 from support.planted import plant
-from support.tiers import TIERS, may_have
+from support.tiers import may_have, tier_of
 
 # a shell has its background jobs ignore Ctrl-C, and what they start inherits it
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -46,31 +47,41 @@ def windows(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-CORE_MODELS = ("llama-64", "gemma2", "lfm2")  # plain, sliding, hybrid; tests of core with others are of full
-# but these, which differ by the size of a head, norms or ALiBi, as the tests of the kernels do: nightly
-NIGHTLY_MODELS = ("llama-96", "llama-128", "qwen3", "refact")
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     choices = ("core", "full", "nightly", "bench")
-    parser.addoption("--tier", choices=choices, help="run the tests of one tier; full: those without a mark")
+    parser.addoption("--tier", choices=choices, help="run the tests of one tier")
+
+
+def needs_of(item: pytest.Item) -> list[str]:
+    return [need for mark in item.iter_markers("needs") for need in mark.args]
 
 
 def tier(item: pytest.Item) -> str:
-    """Return the tier of the mark that is closest to a test: a parameter's, the function's, the module's.
+    """Return the tier of a test.
 
-    Attention over a view, which is slow and the oracle of the other way, is of `nightly` without a mark.
+    Raises:
+        pytest.UsageError: no mark says when it runs or what it needs
     """
-    marks = (mark for node in reversed(item.listchain()) for mark in reversed(node.own_markers))
-    marked = next((TIERS[mark.name] for mark in marks if mark.name in TIERS), "")
-    found = marked or "full"
-    if found != "bench" and any(name.startswith("real_model") for name in getattr(item, "fixturenames", ())):
-        return "nightly"  # which may be downloaded
+    marks = [mark.name for node in reversed(item.listchain()) for mark in reversed(node.own_markers)]
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    name, merged = parameters.get("name"), parameters.get("attention") == "merged"
-    if found in ("core", "full") and name in tuple(zoo.SHAPES) and name not in CORE_MODELS:
-        return "nightly" if merged or name in NIGHTLY_MODELS else "full"
-    return "nightly" if merged and not marked else found
+    found = tier_of(marks, parameters, zoo.SHAPES)
+    if found is None:
+        text = (
+            "no mark says when it runs; write `pytestmark = pytest.mark.full` below the imports of its file"
+        )
+        raise pytest.UsageError(f"{item.nodeid}: {text}, or core, nightly or bench (CONTRIBUTING.md)")
+    needs = needs_of(item)
+    if unknown := [need for need in needs if need not in NEEDS]:
+        raise pytest.UsageError(f"{item.nodeid} needs {unknown[0]!r}: choose from {', '.join(NEEDS)}")
+    if forgotten := undeclared(needs, getattr(item, "fixturenames", ())):
+        raise pytest.UsageError(f"{item.nodeid} uses it: write @pytest.mark.needs({forgotten[0]!r})")
+    return found
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if reason := missing(needs_of(item)):
+        pytest.skip(reason)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -88,9 +99,10 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    tiers = {item: tier(item) for item in items}  # each, also without the option: it may be undeclared
     if wanted := config.getoption("tier"):
-        others = [item for item in items if tier(item) != wanted]
-        items[:] = [item for item in items if tier(item) == wanted]
+        others = [item for item in items if tiers[item] != wanted]
+        items[:] = [item for item in items if tiers[item] == wanted]
         config.hook.pytest_deselected(items=others)
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from mixedkv.cli import main
 
+pytestmark = pytest.mark.full
+
 
 def refuse(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The message of a run that must be refused."""

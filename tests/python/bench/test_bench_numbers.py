@@ -13,6 +13,8 @@ from mixedkv_bench.harness.cache_settings import make_settings
 from mixedkv_bench.harness.speed_run import SpeedWork
 from mixedkv_bench.speed import Contender, Times, _rows
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize(
     ("correct", "n", "low", "high"),

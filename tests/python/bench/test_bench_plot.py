@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,13 @@ from mixedkv.cli import main
 from mixedkv_bench import plot
 from support.bench_support import run
 
+pytestmark = pytest.mark.full
+
 SMALL = ["--n-prompt", "32", "--n-gen", "2", "--repeats", "1"]
 TEXTS = ["--n-ctx", "512", "--repeats", "1"]
-needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs the extra plot")
 
 
-@needs_matplotlib
+@pytest.mark.needs("matplotlib")
 @pytest.mark.parametrize(
     "test",
     [
@@ -34,7 +34,7 @@ def test_rows_are_drawn(tmp_path: Path, test: list[str]) -> None:
     assert path.stat().st_size > 10_000
 
 
-@needs_matplotlib
+@pytest.mark.needs("matplotlib")
 def test_a_png_is_one(tmp_path: Path) -> None:
     path = tmp_path / "rows.png"
     run(tmp_path / "rows.json", "speed", "--kv", "q4_0", "--depths", "0", *SMALL, "--plot", str(path))

@@ -17,6 +17,8 @@ from mixedkv_bench import run as bench_run
 from mixedkv_bench.quick import QuickRow, advise, make_plan
 from support.bench_support import run
 
+pytestmark = pytest.mark.full
+
 
 def row(kv: str, bits: float, same: float | None, speed: float | None = 1.0, **more: Any) -> QuickRow:
     return QuickRow(

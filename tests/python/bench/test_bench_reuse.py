@@ -23,6 +23,7 @@ KV = "mixed:cold=q8_0"
 KINDS = [(workload, donor) for workload in WORKLOADS for donor in DONORS[workload]]
 
 
+@pytest.mark.needs("real model")
 @pytest.mark.slow
 def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest) -> None:
     request.getfixturevalue("real_model_q4_1")  # skips without the extra, which has the texts
@@ -76,6 +77,7 @@ def make_cases(llm: Llama, n_prompt: int) -> CaseMaker:
     return CaseMaker(encode, llm.tokenize(b""), n_prompt)
 
 
+@pytest.mark.needs("real model")
 def test_cases_have_what_was_stored_at_another_place(llm: Llama, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue("real_model_q4_1")  # skips without the extra, which has the texts
     maker = make_cases(llm, 600)

@@ -13,6 +13,8 @@ from support import REPOSITORY
 from support.bench_support import run
 from support.tools.schema_page import page
 
+pytestmark = pytest.mark.full
+
 DOCS = REPOSITORY / "docs" / "bench-schema.md"
 
 

@@ -14,7 +14,7 @@ from mixedkv_bench.harness import sample_text
 from mixedkv_bench.harness.task_items import RECALL, TASKS, TaskItem, make_piles
 from support.bench_support import run
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.needs("real model")]
 
 
 def count(text: str) -> int:

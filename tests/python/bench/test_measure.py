@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -83,7 +82,7 @@ def test_split() -> None:
     assert "mixed, 8 clients:" in out
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="control groups are made by root")
+@pytest.mark.needs("root")
 def test_streaming() -> None:
     small = ["--memory", "1GiB", "--modes", "direct", "--clients", "2", "--n-gen", "2"]
     out = measure("streaming", "-m", str(model_path()), *small)
@@ -91,8 +90,8 @@ def test_streaming() -> None:
     assert "others" not in out
 
 
+@pytest.mark.needs("matplotlib")
 def test_plots(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="draws with matplotlib")
     small = ["--depths", "0,64", "--repeats", "1", "--n-prompt", "8", "--n-gen", "2"]
     run(tmp_path / "s.json", "speed", "--kv", "mixed", *small)
     picture = tmp_path / "s.png"

@@ -12,6 +12,8 @@ import pytest
 from mixedkv_bench.harness import real_text
 from mixedkv_bench.harness.real_text import KINDS, read_real_text, read_text
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_is_long_english_or_code_and_named(kind: str, request: pytest.FixtureRequest) -> None:

@@ -19,6 +19,8 @@ from mixedkv.errors import StoppedError, UnsupportedModelError
 from mixedkv.store import KVStore
 from support.conversation_support import GREEDY, RECALL, empty, journal, open_llama, user
 
+pytestmark = pytest.mark.full
+
 # --- what holds ---
 
 

@@ -31,6 +31,8 @@ from support.conversation_support import (
     user,
 )
 
+pytestmark = pytest.mark.full
+
 # --- ids ---
 
 
@@ -348,6 +350,7 @@ def test_sliding_windows_are_cut_where_they_are_whole(zoo_path: Callable[[str], 
                 assert PromptCache(llm, store).chat([user(text)], **few).text == shared.text
 
 
+@pytest.mark.by_model
 @pytest.mark.parametrize(
     ("name", "kv"), [("mamba", "f16"), ("lfm2", "f16"), ("lfm2", "mixed"), ("gemma2", "mixed")]
 )

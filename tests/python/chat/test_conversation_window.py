@@ -19,6 +19,8 @@ from mixedkv.store import Identity, KVStore
 from mixedkv.tokens import common_prefix
 from support.conversation_support import Message, empty, user
 
+pytestmark = pytest.mark.full
+
 SIZE = 448
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 16}
 

@@ -11,6 +11,8 @@ from mixedkv.chunks.donors import SHORTEST_QUESTION, Donor, DonorIndex, covered,
 from mixedkv.store import Identity, KVStore
 from support.store_support import identity, make_block, put_chain
 
+pytestmark = pytest.mark.full
+
 WHO = identity()
 
 

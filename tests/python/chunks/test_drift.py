@@ -17,6 +17,8 @@ from mixedkv.store import KVStore
 from mixedkv_bench.harness.real_text import read_real_text
 from support.conversation_support import RECALL, empty, open_llama
 
+pytestmark = pytest.mark.full
+
 BEGIN, END = 40, 140
 CHOSEN = np.arange(END - BEGIN) % 6 == 0
 
@@ -175,6 +177,7 @@ def shared() -> object:
         yield llm
 
 
+@pytest.mark.needs("real model")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["prose", "code"])
 def test_sound_reuse_on_a_real_model_trips_no_gate(real_model: Path, kind: str) -> None:

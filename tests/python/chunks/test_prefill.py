@@ -24,6 +24,8 @@ from support.conversation_support import empty, open_llama, user
 from support.planted import plant
 from support.reshaped import SHAPES, reshape
 
+pytestmark = pytest.mark.full
+
 N_PROMPT = 800
 
 
@@ -454,6 +456,7 @@ def test_repair_on_other_shapes(
     assert np.mean(klds[1.0]) < np.mean(klds[0.3]) < 0.9 * np.mean(klds[0.0]), klds
 
 
+@pytest.mark.by_model
 @pytest.mark.parametrize("name", ["llama-64", "llama-128", "qwen3", "llama-96", "refact"])
 def test_rows_at_another_place_are_those_rows_turned(name: str, zoo_path: Callable[[str], Path]) -> None:
     """The first layer's rows depend on token and position alone: there they must be those of evaluation."""

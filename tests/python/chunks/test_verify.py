@@ -22,6 +22,8 @@ from mixedkv.tokens import Tokens
 from mixedkv_bench.harness.reuse_cases import CaseMaker
 from support.conversation_support import empty, open_llama
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Llama]:
@@ -85,6 +87,8 @@ def test_a_prompt_that_nothing_is_reused_for_passes(llm: Llama, store: KVStore) 
     assert (check.reuse.approximate, check.damaged, check.problem) == (0, (), "")
 
 
+@pytest.mark.nightly
+@pytest.mark.needs("real model")
 def test_context_is_not_damage(real_model_q4_1: Path) -> None:
     """On a real model another context changes rows by more than their size; they are sound all the same."""
     first = "The miller counted the planks that went by, and said that he had seen worse in his time. " * 4
@@ -109,6 +113,7 @@ def real(request: pytest.FixtureRequest, real_model_q4_1: Path) -> Iterator[tupl
         yield cache, ["Two texts. " + second + first + "In short:"]
 
 
+@pytest.mark.needs("real model")
 @pytest.mark.nightly
 def test_repaired_rows_are_not_damage(real: tuple[PromptCache, list[str]]) -> None:
     cache, prompts = real
@@ -122,6 +127,7 @@ def test_repaired_rows_are_not_damage(real: tuple[PromptCache, list[str]]) -> No
     assert (found.problem, found.damaged) == ("", ())
 
 
+@pytest.mark.needs("real model")
 @pytest.mark.parametrize("il", [2, 28])
 @pytest.mark.parametrize("which", ["k", "v"])
 @pytest.mark.nightly
@@ -158,6 +164,8 @@ def stepwise(real_model_q4_1: Path) -> Iterator[tuple[PromptCache, list[str]]]:
         yield cache, ["A text about what people eat and how it is made at home. " * 6 + passage + "In short:"]
 
 
+@pytest.mark.nightly
+@pytest.mark.needs("real model")
 def test_rows_evaluated_in_other_steps_are_sound(stepwise: tuple[PromptCache, list[str]]) -> None:
     cache, prompts = stepwise
     (found,) = verify_correctness(cache, prompts, n_gen=2)
@@ -165,6 +173,8 @@ def test_rows_evaluated_in_other_steps_are_sound(stepwise: tuple[PromptCache, li
     assert (found.problem, found.damaged) == ("", ())
 
 
+@pytest.mark.nightly
+@pytest.mark.needs("real model")
 @pytest.mark.parametrize("what", ["scale", "element", "noise"])
 def test_damage_among_rows_evaluated_in_other_steps(
     stepwise: tuple[PromptCache, list[str]], monkeypatch: pytest.MonkeyPatch, what: str

@@ -15,6 +15,8 @@ import pytest
 from support import prefork
 from support.patience import PATIENCE
 
+pytestmark = pytest.mark.full
+
 MIXEDKV = [sys.executable, "-m", "mixedkv"]
 OPTIONS = ["--n-ctx", "1024", "--threads", "1", "--temp", "0", "-n", "12"]
 

@@ -13,6 +13,8 @@ from mixedkv.cli.chat_terminal import MarkdownStream, markdown_shown, split_bloc
 
 pyte = pytest.importorskip("pyte")
 
+pytestmark = pytest.mark.full
+
 WIDTH, HEIGHT = 60, 12
 CODE = "\n".join(f"line {i}" for i in range(30))
 ANSWER = f"""# The mill

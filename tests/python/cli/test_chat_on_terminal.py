@@ -17,7 +17,7 @@ from support.patience import wait_for
 from support.pseudo_terminal import Terminal, shown
 from support.zoo.vocabulary import PIECES
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="no pseudo-terminals here")
+pytestmark = [pytest.mark.full, pytest.mark.needs("terminal")]
 
 OPTIONS = ["chat", "--n-ctx", "4096", "--threads", "1", "--seed", "1"]
 ANSWER = r"(?s)\x1b\[\?2004l\x1b\[\?2004h.{20}"  # what comes after a question
@@ -27,7 +27,7 @@ LONG = 60_000  # tokens, of at least a character each
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random weights. Bytes and control tokens have a logit of 0, so they are not the likeliest."""
+    """A model of random weights. Bytes and control tokens have a logit of 0: they are not the likeliest."""
     model = zoo.make("llama-64")
     model.tensors["output.weight"][: -len(PIECES)] = 0  # it writes letters, not bytes
     model.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -41,7 +41,7 @@ def chat(*options: str | Path) -> Terminal:
 
 
 def endless_chat(model: Path, *options: str | Path) -> Terminal:
-    """One whose answers take a quarter of a minute and more: the likeliest of random logits is never a token that ends."""
+    """One whose answers take a quarter of a minute and more: the likeliest token never ends them."""
     return chat("-n", str(LONG), "-m", model, "--n-ctx", "65536", "--temp", "0", *options)
 
 

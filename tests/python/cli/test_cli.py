@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -25,6 +24,8 @@ from support import prefork
 from support.image_support import png
 from support.patience import PATIENCE
 from support.zoo.projector import write_projector
+
+pytestmark = [pytest.mark.full, pytest.mark.by_model]
 
 RECALL = make_recall(seed=53_001, n_sentences=12)  # one that the model answers with an F16 cache
 COMMAND = [sys.executable, "-m", "mixedkv"]
@@ -441,7 +442,7 @@ def test_unsupported_models_are_one_line_too(zoo_path, name: str) -> None:
     assert "'f16'" in line
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.needs("POSIX")
 def test_ctrl_c() -> None:
     with subprocess.Popen([*COMMAND, *ENDLESS], **PIPES) as process:
         assert process.stdout is not None
@@ -452,7 +453,7 @@ def test_ctrl_c() -> None:
     assert b"Traceback" not in errors
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX pipes")
+@pytest.mark.needs("POSIX")
 def test_a_closed_pipe_ends_quietly() -> None:
     with subprocess.Popen([*COMMAND, *ENDLESS, "-m", str(model_path())], **PIPES) as process:
         assert process.stdout is not None

@@ -16,6 +16,8 @@ from mixedkv.cli import main
 from mixedkv.model.packaged_model import PACKAGED, SMOLLM2
 from support.server_support import Server, key_file, running
 
+pytestmark = pytest.mark.full
+
 
 def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
     """What a command writes: to stdout, or its error."""

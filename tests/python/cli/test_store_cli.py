@@ -12,6 +12,8 @@ from mixedkv.store import KVStore, key_from_file
 from support import prefork
 from support.store_support import identity, make_block, put_chain
 
+pytestmark = pytest.mark.full
+
 WHO = identity()
 TOKENS = list(range(100))
 

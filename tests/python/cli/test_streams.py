@@ -17,6 +17,8 @@ from mixedkv.terminal import printable, shown_on
 from support.not_finite import write_model
 from support.patience import PATIENCE
 
+pytestmark = pytest.mark.full
+
 TITLE = "\x1b]0;owned\x07 a\tb\nc\r\x9b31m\x7f"
 
 

@@ -25,7 +25,7 @@ from mixedkv.model.gguf_file import read_model_file
 from support import zoo
 
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.by_model]
 
 TINY: dict[str, Any] = {"n_ctx": 256, "verbose": False}
 

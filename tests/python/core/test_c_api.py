@@ -20,6 +20,8 @@ from mixedkv.bundled import model_path
 from support import REPOSITORY, zoo
 from support.harness import Ctx, Mixed, Uniform, prompt, rel_rms
 
+pytestmark = pytest.mark.full
+
 SOURCES = REPOSITORY / "tests" / "cpp" / "capi"
 KV = Mixed(threshold=32, group=8, sinks=4)
 IDS = [-(2**31), -1, 4, 5, 31, 38, 43, 1000, 2**31 - 1]  # of no type, or of one that was removed

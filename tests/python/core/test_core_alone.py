@@ -9,6 +9,8 @@ import pytest
 
 from support import TESTS
 
+pytestmark = pytest.mark.full
+
 ROOMS = ("chat", "chunks", "core", "engine", "kv", "model", "sessions", "store", "streaming")
 HIDING = [sys.executable, "-m", "pytest", "-p", "support.core_alone", "-q", "-p", "no:cacheprovider", *ROOMS]
 

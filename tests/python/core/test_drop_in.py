@@ -18,6 +18,8 @@ import tomllib
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[3]
 OTHER_MODEL = "test_real_model", "test_real_llama", "test_real_llama_repeated_prompt_cache"  # the text of one
 CONFTEST = """

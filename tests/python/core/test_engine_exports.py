@@ -12,6 +12,8 @@ from support import REPOSITORY
 sys.path.insert(0, str(REPOSITORY / "tests/lint"))
 from check_modules import ENGINE, MOST_EXPORTS, beyond, check, exported
 
+pytestmark = pytest.mark.full
+
 
 def test_the_engine_exports_few_names_that_are_there() -> None:
     import mixedkv.engine

@@ -9,6 +9,8 @@ import pytest
 
 import mixedkv.engine
 
+pytestmark = pytest.mark.full
+
 
 def test_every_name_is_there_and_no_other() -> None:
     for name in mixedkv.engine.__all__:

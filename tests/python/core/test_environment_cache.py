@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from mixedkv._native import cmake_dir, include_dir
 from mixedkv.bundled import model_path
 from support import REPOSITORY
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="preloads a library")
+pytestmark = [pytest.mark.full, pytest.mark.needs("Linux")]
 
 
 @pytest.fixture(scope="module")

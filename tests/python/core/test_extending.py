@@ -9,6 +9,8 @@ import pytest
 
 from support import REPOSITORY
 
+pytestmark = pytest.mark.full
+
 PAGE = (REPOSITORY / "docs/extending.md").read_text("utf-8")
 CODE = ("CMakeLists.txt", "cpp", "python", "vendor")
 _SUFFIXES = (".h", ".cpp", ".cu", ".py", ".txt", ".patch", "series")

@@ -19,6 +19,8 @@ from mixedkv import _native
 from support import REPOSITORY
 from support.stock_library import stock_library
 
+pytestmark = pytest.mark.full
+
 # What `pip install -e` lays out differently; .ci/run tests a wheel.
 of_a_wheel = pytest.mark.skipif(
     _native.package_folder() != Path(_native.__file__).parent, reason="an editable install, not a wheel's"
@@ -191,15 +193,16 @@ def in_site(site: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=site)
 
 
-@pytest.fixture(params=["none", "0.2.90", "0.9.0", "pinned"])
+@pytest.fixture(
+    params=["none", "0.2.90", "0.9.0", pytest.param("pinned", marks=pytest.mark.needs("stock llama.cpp"))]
+)
 def installed(request: pytest.FixtureRequest, site: Path) -> Iterator[str]:
     """Which llama-cpp-python is in the site-packages, before or after mixedkv: a version stands for one whose
     Python files say no more than it."""
     version, module = request.param, site / "llama_cpp"
     if version == "pinned":
         stock = stock_library()
-        if stock is None:
-            pytest.skip("compares with llama-cpp-python, which is not installed: the extra `peer`")
+        assert stock is not None
         module.symlink_to(stock.parent)
     elif version != "none":
         module.mkdir()

@@ -22,6 +22,8 @@ from mixedkv.errors import ClosedError, StoppedError
 from support.conversation_support import open_llama
 from support.patience import PATIENCE
 
+pytestmark = pytest.mark.full
+
 LONG = [5 + i % 200 for i in range(4000)]
 BUSY: dict[str, Any] = {"n_ctx": 8192, "n_batch": 4096, "n_ubatch": 512}
 

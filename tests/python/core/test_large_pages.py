@@ -10,9 +10,10 @@ import pytest
 
 from support.tools.random_model import RandomModel
 
-pytestmark = pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="this system has no large pages"
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.needs("large pages"),
+]
 
 
 _OPEN = """

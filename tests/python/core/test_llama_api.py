@@ -22,6 +22,8 @@ from mixedkv.constrain.constraint import constrain
 from mixedkv.errors import ClosedError
 from support import zoo
 
+pytestmark = pytest.mark.full
+
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
 
 RECALL = make_recall(seed=52_001, n_sentences=30, where=0.2)

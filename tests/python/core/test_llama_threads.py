@@ -18,6 +18,8 @@ from mixedkv.errors import ClosedError, ContextBusyError
 from support.conversation_support import open_llama
 from support.patience import PATIENCE
 
+pytestmark = pytest.mark.full
+
 TESTS = Path(__file__).parents[1]
 
 

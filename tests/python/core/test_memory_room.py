@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from mixedkv.native.memory import memory_room, memory_rooms
+
+pytestmark = pytest.mark.full
 
 
 def _proc(folder: Path, cgroup: str) -> Path:

@@ -11,6 +11,8 @@ import pytest
 
 from mixedkv.cli import main as cli
 
+pytestmark = pytest.mark.full
+
 MAIN = importlib.import_module("mixedkv.cli.main")  # the package's `main` is the function
 BESIDE = ("mixedkv_bench", "mixedkv_ray", "mixedkv_server", "mixedkv_service", "mixedkv_split")
 

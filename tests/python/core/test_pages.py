@@ -15,6 +15,8 @@ import pytest
 from mixedkv.cli.main import make_parser
 from support import REPOSITORY
 
+pytestmark = pytest.mark.full
+
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 CLIENTS = REPOSITORY / "docs/clients.md"
 # a command in a block of a shell, up to a pipe, a comment or the end of its line

@@ -21,6 +21,8 @@ from support import REPOSITORY
 from support.patience import PATIENCE
 from support.server_support import Server, running
 
+pytestmark = pytest.mark.full
+
 DOCS = REPOSITORY / "docs"
 PAGES = [
     REPOSITORY / "README.md",

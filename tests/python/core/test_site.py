@@ -19,6 +19,8 @@ REFERENCE = REPOSITORY / "docs/reference"
 sys.path.insert(0, str(CHECK.parent))
 from check_site import fetched  # noqa: E402
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.skipif(
     not all(find_spec(name) for name in ("mkdocs", "material", "mkdocstrings")),

@@ -19,9 +19,10 @@ from mixedkv.bundled import model_path
 from support import TESTS
 from support.patience import PATIENCE
 
+pytestmark = pytest.mark.full
+
 PROMPT = [5 + i % 200 for i in range(300)]
 N_DECODE = 40
-TWO_CORES = len(os.sched_getaffinity(0)) > 1 if hasattr(os, "sched_getaffinity") else True
 
 
 def make(n_threads: int, n_threads_batch: int | None = None) -> Llama:
@@ -54,7 +55,7 @@ def in_thread(work: Callable[[], float]) -> float:
     return result[0]
 
 
-@pytest.mark.skipif(not TWO_CORES, reason="two threads need two cores")
+@pytest.mark.needs("two cores")
 def test_another_thread_is_as_fast() -> None:
     """OpenMP's was 14 times slower there."""
     with make(2) as llm:
@@ -140,7 +141,7 @@ def idle_cpu_time(llm: Llama) -> float:
     return used
 
 
-@pytest.mark.skipif(not TWO_CORES, reason="a thread that waits busily needs a core of its own")
+@pytest.mark.needs("two cores")
 def test_threads_beyond_the_cores_do_not_wait_busily() -> None:
     """They took the cores from those that work: decoding was a fifth slower than with the stock library."""
     n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
@@ -157,7 +158,7 @@ def decode_seconds(llm: Llama, n: int) -> float:
     return time.perf_counter() - begin
 
 
-@pytest.mark.skipif(not TWO_CORES, reason="two threads need two cores")
+@pytest.mark.needs("two cores")
 def test_neighbours_that_only_compute_leave_two_threads_their_share() -> None:
     """Threads that yielded at barriers waited for the neighbours at each: 200 ms a step, not 2."""
     busy = [sys.executable, "-c", "print(flush=True)\nwhile True: pass"]

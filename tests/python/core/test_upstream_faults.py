@@ -11,9 +11,12 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from support.harness import Uniform, prompt, rel_rms
 
+pytestmark = pytest.mark.full
+
 TOKENS = prompt(120, seed=12)
 
 
+@pytest.mark.by_model
 @pytest.mark.parametrize("name", ["llama-64", "llama-96"])  # with and without a rotation of quantised heads
 @pytest.mark.parametrize("type_", ["bf16", "q8_0"])
 def test_a_context_shift_of_any_cache(open_ctx: Any, name: str, type_: str) -> None:

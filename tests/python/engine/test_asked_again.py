@@ -7,6 +7,8 @@ import pytest
 from mixedkv.bundled.corpus import make_recall
 from support.server_support import Direct
 
+pytestmark = pytest.mark.full
+
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
 
 N = 60

@@ -17,6 +17,8 @@ from mixedkv.errors import ContextLengthError
 from mixedkv.store import KVStore
 from support.conversation_support import open_llama
 
+pytestmark = pytest.mark.full
+
 GREEDY: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0}
 
 

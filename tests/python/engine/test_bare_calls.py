@@ -13,6 +13,8 @@ from mixedkv.engine.chat.chat_template import ChatRenderer, ToolChoice
 from mixedkv.engine.text.answer_reader import AnswerReader
 from support.families import ADD, ARGUMENTS, WEATHER, template
 
+pytestmark = pytest.mark.full
+
 CALL = f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
 TEXTS = [
     "It rains.",

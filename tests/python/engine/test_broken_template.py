@@ -15,6 +15,8 @@ from mixedkv.engine.chat.chat_template import Chat, TemplateOptions
 from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.model.gguf_copy import copy_metadata, write_and_close
 
+pytestmark = pytest.mark.full
+
 BROKEN = "{% for message in messages %}\n{{ message.content }}\n{% endif %}"
 GOOD = "{% for message in messages %}{{ message.content }}{% endfor %}"
 MESSAGES = [{"role": "user", "content": "the lamp"}]

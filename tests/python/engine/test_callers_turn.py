@@ -17,6 +17,8 @@ from mixedkv.errors import ClosedError, ContextBusyError, StoppedError
 from mixedkv.store import Identity, KVStore
 from support.conversation_support import open_llama
 
+pytestmark = pytest.mark.full
+
 RECALL = make_recall(3, 40)
 OPTIONS: dict[str, Any] = {"max_tokens": 24, "temperature": 0}
 LONG = [5 + i % 200 for i in range(3000)]
@@ -233,6 +235,7 @@ def test_an_error_in_a_step_leaves_nothing_half_done(
     assert engine.submit("The mill", **OPTIONS).text == right
 
 
+@pytest.mark.by_model
 @pytest.mark.parametrize("name", ["mamba", "lfm2"])
 def test_a_model_with_a_state_is_interrupted(zoo_path: Callable[[str], Any], name: str) -> None:
     with Llama(zoo_path(name), n_ctx=4096, n_threads=1) as llm, Engine(llm, threaded=False) as engine:

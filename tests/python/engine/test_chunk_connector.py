@@ -22,6 +22,8 @@ from support.conversation_support import open_llama
 from support.patience import wait_for
 from support.server_support import Direct, end_of
 
+pytestmark = pytest.mark.full
+
 KV = "mixed:cold=q8_0"
 N = 500
 N_CTX, LONG = 65536, 60_000  # an answer of so many tokens takes a minute and more

@@ -25,6 +25,8 @@ from mixedkv.native.detokenizer import Detokenizer
 from support import zoo
 from support.constraint_support import BYTEWISE, follow, random_answer, schemas
 
+pytestmark = pytest.mark.full
+
 END, TURN = BYTEWISE[1]
 
 

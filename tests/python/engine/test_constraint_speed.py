@@ -15,6 +15,8 @@ from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.errors import DeadEndError
 from support.constraint_support import BYTEWISE
 
+pytestmark = pytest.mark.full
+
 _N_TOKENS = 150_000
 _OBJECT: dict[str, Any] = {
     "type": "object",

@@ -16,6 +16,8 @@ from mixedkv.work import processes
 from support.hostile_constraints import BYTES, compile_one
 from support.recorded import TEMPLATES
 
+pytestmark = pytest.mark.full
+
 PATTERNS = {f"^a{i}[a-z]*$": {"type": "string"} for i in range(900)}
 PAIRS = [
     {"anyOf": [{"type": "object", "properties": {f"a{i}": {"const": j}}} for j in range(2)]}

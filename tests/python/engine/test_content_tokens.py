@@ -25,6 +25,8 @@ from mixedkv.store import KVStore
 from support.control_tokens import control_tokens, source, templates, write_model
 from support.families import WEATHER
 
+pytestmark = pytest.mark.full
+
 CONTROL = llama_cpp.LLAMA_TOKEN_ATTR_CONTROL
 # user-defined in llama.cpp, where the file of gpt-oss has them as control tokens
 SHOWN = {"<|channel|>", "<|message|>", "<|start|>", "<|constrain|>", "<|end|>"}

@@ -18,6 +18,8 @@ from mixedkv.errors import ClosedError
 from mixedkv_bench.harness.sample_text import document
 from support import zoo
 
+pytestmark = pytest.mark.full
+
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
 
 PROMPTS = [document(i, 120, lambda text: len(text.split()), chat=False) for i in range(4)]  # it goes on so

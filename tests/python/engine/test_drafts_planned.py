@@ -14,6 +14,8 @@ from mixedkv.engine.jobs.drafter import Drafter
 from mixedkv.engine.schedule.contract import Observer, Run, StepPlan
 from mixedkv.prompts.prompt_lookup import PromptLookup
 
+pytestmark = pytest.mark.full
+
 
 def after(tokens: str, prediction: str = "", most: int = 8) -> str:
     lookup = PromptLookup(map(ord, tokens), map(ord, prediction))

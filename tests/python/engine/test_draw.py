@@ -11,6 +11,8 @@ import pytest
 from mixedkv.engine.sample.draw import Draw
 from mixedkv.engine.sample.sampling import Sampling
 
+pytestmark = pytest.mark.full
+
 N_VOCAB = 9000
 
 

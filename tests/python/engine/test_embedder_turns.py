@@ -18,6 +18,8 @@ from mixedkv.engine.schedule.contract import Observer, StepPlan
 from mixedkv.errors import EngineError, QueueFullError
 from mixedkv.work.turns import Limits, TenantLimits, unlimited
 
+pytestmark = pytest.mark.full
+
 N_EMBD = 2
 
 

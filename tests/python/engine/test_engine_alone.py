@@ -24,6 +24,8 @@ from mixedkv.store import KVStore
 from support.conversation_support import open_llama
 from support.patience import PATIENCE, wait_for
 
+pytestmark = pytest.mark.full
+
 RECALLS = [make_recall(i, 12) for i in range(6)]
 GREEDY: dict[str, Any] = {"max_tokens": 24, "temperature": 0}
 
@@ -374,6 +376,7 @@ def test_what_one_engine_stored_another_fetches(llm: Llama, tmp_path: Path) -> N
     assert answer.job.n_cached == answer.job.n_prompt - 1
 
 
+@pytest.mark.by_model
 @pytest.mark.parametrize(("name", "kv"), [("mamba", "f16"), ("lfm2", "mixed"), ("gemma2", "mixed")])
 def test_models_of_all_kinds(zoo_path: Callable[[str], Path], name: str, kv: str) -> None:
     """Where layers keep a state there are no cells to count, and only whole sequences are shared."""

@@ -21,6 +21,8 @@ from support.patience import PATIENCE
 from support.served_models import Served
 from support.server_support import Direct, end_of
 
+pytestmark = pytest.mark.full
+
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
 
 

@@ -13,6 +13,8 @@ from mixedkv.engine.schedule.contract import Observer
 from support.patience import wait_for
 from support.server_support import Direct, end_of
 
+pytestmark = pytest.mark.full
+
 
 class Tokens(Observer):
     """What was evaluated."""

@@ -10,6 +10,8 @@ from mixedkv.engine.schedule.progress import Progress
 from mixedkv.work.turns import Limits, TenantLimits
 from support.scheduler_support import N_BATCH, Desk
 
+pytestmark = pytest.mark.full
+
 ENDLESS = 1_000_000
 
 

@@ -29,6 +29,8 @@ from support.image_support import BEFORE, BEHIND, KINDS, logits_of_library, png
 from support.server_support import end_of
 from support.zoo.projector import write_projector
 
+pytestmark = [pytest.mark.full, pytest.mark.by_model]
+
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
 
 MIXED = "mixed:threshold=32,group=16"

@@ -19,6 +19,8 @@ from support import zoo
 from support.zoo import Shape
 from support.zoo.encoder import decoding_ranker
 
+pytestmark = pytest.mark.full
+
 N_WORDS = 150_000
 OBJECT = {
     "type": "object",
@@ -112,6 +114,8 @@ def test_a_schema_is_followed(large: Path) -> None:
             assert all(answer.result() for answer in answers)
 
 
+@pytest.mark.nightly
+@pytest.mark.needs("real model")
 def test_the_real_model_embeds_and_follows_a_schema(real_model_q4_1: Path) -> None:
     """Its vocabulary has 49,152 tokens, so a slice has 341. The schema is that of docs/server-fields.md."""
     options = {"n_threads": 2, "n_threads_batch": 2, "verbose": False}

@@ -21,6 +21,8 @@ from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from support.mtp_models import FIRST, Reads, after, write_counting_model
 
+pytestmark = pytest.mark.full
+
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
 
 Models = Callable[..., Path]

@@ -20,6 +20,8 @@ from mixedkv.model.gguf_file import read_model_file
 from support import zoo
 from support.not_finite import write_model
 
+pytestmark = pytest.mark.full
+
 GOOD = "The mill stands by the river. Anna went to the"
 OTHER = "A long journal of a village, with a barn and a well. " * 4
 CACHES = ["f16", "q8_0", "q4_0", "mixed", "mixed:attention=merged", "q8_0:attention=fused"]

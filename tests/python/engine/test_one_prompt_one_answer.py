@@ -23,7 +23,10 @@ KINDS = ("mixed", "mixed:quality", "mixed:cold=q5_0", "q8_0:attention=fused")
 
 ISA = _core.version()["isa"]
 
-pytestmark = pytest.mark.skipif(ISA == "neon", reason="NEON's prefill has sums of its own (docs/kernels.md)")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(ISA == "neon", reason="NEON's prefill has sums of its own (docs/kernels.md)"),
+]
 
 
 def prompt_of(rng: random.Random, before: list[list[int]], n_words: int) -> list[int]:

@@ -30,6 +30,8 @@ from support.patience import PATIENCE, wait_for
 from support.served_models import GREEDY, Served
 from support.server_support import Direct, end_of
 
+pytestmark = pytest.mark.full
+
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
 
 N_CTX = 512

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from mixedkv.engine.schedule.pacing import Pace, share
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("token_s", [0.0001, 0.001])
 def test_the_slice_of_prompts_settles_where_steps_are_as_slow_as_they_may_be(token_s: float) -> None:

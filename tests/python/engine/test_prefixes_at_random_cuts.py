@@ -18,6 +18,8 @@ from mixedkv.store import KVStore
 from support.fresh_context import FreshContext
 from support.same_bits import has_same_bits
 
+pytestmark = [pytest.mark.full, pytest.mark.by_model]
+
 N_CTX, N_TOKENS = 192, 6  # tokens of all sequences together, and of an answer
 # Weights in Q4_1 have products that do not depend on the batch. So where this cache attends an answer is that
 # of a fresh context, but for the digits of log-probabilities; llama.cpp's attention rounds otherwise in other

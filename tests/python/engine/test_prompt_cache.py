@@ -12,6 +12,8 @@ from mixedkv.engine import PromptCache
 from mixedkv.store import KVStore
 from support.conversation_support import open_llama
 
+pytestmark = pytest.mark.full
+
 RECALL = make_recall(3, 40)
 OPTIONS: dict[str, Any] = {"max_tokens": 24, "temperature": 0}
 

@@ -17,6 +17,8 @@ from mixedkv.kv.block import KVBlock
 from mixedkv.store import Identity, KVStore
 from support.conversation_support import open_llama
 
+pytestmark = pytest.mark.full
+
 PROMPT = [1, *(40 + (np.arange(180) * 37) % 200).tolist()]
 
 

@@ -18,6 +18,8 @@ from mixedkv.engine.text.answer_reader import ReadAnswer
 from mixedkv.engine.text.thought import Thought
 from support.recorded import CLOCK, FOUND, RECORDED, SEARCH, TIME, TOOLS, Recorded
 
+pytestmark = pytest.mark.full
+
 USER = {"role": "user", "content": "Find the note."}
 END = 256
 BYTES = ConstraintCompiler.of_tokens([*(bytes([i]) for i in range(256)), b"\xff<end>"], [END])

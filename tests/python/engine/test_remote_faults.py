@@ -24,6 +24,8 @@ from support.patience import wait_for
 from support.remote_servers import Line, free_port, redis_server
 from support.server_support import Direct
 
+pytestmark = pytest.mark.full
+
 KEY = b"k" * 32
 FAULTS = ("none", "none", "silent", "slow", "cut", "cut", "damaged", "damaged", "damaged", "killed")
 BLOCK = 20  # trials with the remote, and as many without
@@ -81,7 +83,8 @@ def check(
     n: int, timeout: float, folder: Path, monkeypatch: pytest.MonkeyPatch, seed: int = 0
 ) -> dict[str, Any]:
     """Trials, each with a prompt that only the remote knows, while another answer is generated."""
-    redis = pytest.importorskip("redis", reason="the redis package is not installed")
+    import redis
+
     monkeypatch.setattr("mixedkv.store.remote.backend.FAILURES", 10**9)  # every trial asks
     port, tiers = free_port(), dict.fromkeys(FAULTS, 0)
     with ExitStack() as stack:
@@ -133,6 +136,7 @@ def check(
     return {"tiers": tiers, "gaps": {name: np.array(one.gaps.seconds) for name, one in ones.items()}}
 
 
+@pytest.mark.needs("redis")
 @pytest.mark.slow
 def test_answers_are_right_whatever_the_remote_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -141,6 +145,7 @@ def test_answers_are_right_whatever_the_remote_does(
     check(24, 0.5, tmp_path, monkeypatch)
 
 
+@pytest.mark.needs("redis")
 @pytest.mark.bench
 @pytest.mark.parametrize("seed", range(4))
 def test_1000_faults(
@@ -155,9 +160,9 @@ def test_1000_faults(
     assert p99["remote"] < 1.2 * p99["alone"]
 
 
+@pytest.mark.needs("redis")
 def test_a_remote_that_is_silent_stalls_no_step(tmp_path: Path) -> None:
     """While one prompt waits for a minute's time-out, another answer comes to its end."""
-    pytest.importorskip("redis", reason="the redis package is not installed")
     with ExitStack() as stack:
         _, port = stack.enter_context(redis_server(tmp_path))
         line = Line(port)

@@ -17,6 +17,8 @@ from support.patience import PATIENCE
 from support.sampled_model import recommending
 from support.server_support import running
 
+pytestmark = pytest.mark.full
+
 PROMPT = {"prompt": "On Monday", "max_tokens": 16, "ignore_eos": True}
 
 

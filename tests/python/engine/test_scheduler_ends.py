@@ -6,6 +6,8 @@ import pytest
 
 from support.random_queue import run_world
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.nightly) for n in (30, 60, 90))])
 def test_every_job_of_a_random_world_ends(first: int) -> None:

@@ -23,6 +23,8 @@ from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.text.thought import ThoughtTags
 from support.server_support import Direct, end_of
 
+pytestmark = pytest.mark.full
+
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
 
 SCHEMA = {
@@ -308,6 +310,7 @@ def test_a_prediction_is_taken_where_it_comes_true() -> None:
         assert direct.engine.n_steps - before < want.job.n_answer
 
 
+@pytest.mark.by_model
 @pytest.mark.parametrize("name", ["llama-64", "gemma2", "gpt-oss", "lfm2"])
 def test_models_of_all_kinds(zoo_path: Callable[[str], Path], name: str) -> None:
     """Also sliding windows that are long full; recurrent layers are told apart."""

@@ -12,6 +12,8 @@ from mixedkv.engine.draft.speculation import StepTime
 from mixedkv.engine.jobs.drafter import Drafter
 from support.served_models import Answered, Served, questions
 
+pytestmark = pytest.mark.full
+
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
 
 N_RS_SEQ = 4
@@ -55,6 +57,7 @@ def two_turns(served: Served, known: list[list[int]]) -> list[Answered]:
     return answers
 
 
+@pytest.mark.by_model
 @pytest.mark.parametrize("kv", ["f16", "mixed:threshold=24,group=8"])
 @pytest.mark.parametrize("name", ["lfm2", "qwen35", "nemotron-h"])
 def test_answers_are_those_without(zoo_path: Callable[[str], Path], name: str, kv: str) -> None:

@@ -6,6 +6,8 @@ import pytest
 
 from support.simulated_tenants import FLOODS, N_HONEST, beside, percentile
 
+pytestmark = pytest.mark.full
+
 SECONDS = 20.0
 MOST_TIMES = 3.0
 

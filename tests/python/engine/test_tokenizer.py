@@ -17,6 +17,8 @@ from mixedkv.prompts.long_text import MAX_STRETCH, OWN_SPLITTERS
 from support import zoo
 from support.children.tokenize_child import LONG
 
+pytestmark = pytest.mark.full
+
 # Where llama.cpp takes std::regex, which calls itself for each character: those that are widely used, ...
 RECURSIVE = (
     "deepseek-v3",

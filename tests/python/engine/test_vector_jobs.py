@@ -15,6 +15,8 @@ from mixedkv.kv.fetched import Fetched
 from mixedkv.prefix.sequences import Sequence
 from support.scheduler_support import Desk
 
+pytestmark = pytest.mark.full
+
 WIDTH = 4
 
 

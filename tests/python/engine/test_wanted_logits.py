@@ -27,6 +27,8 @@ from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.native.batch import NativeBatch
 from support.server_support import Direct, end_of
 
+pytestmark = pytest.mark.full
+
 WINDOWS_FOR_ALL = True
 
 SCHEMA = {

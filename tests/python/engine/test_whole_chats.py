@@ -14,6 +14,8 @@ from mixedkv.bundled import model_path
 from mixedkv.engine import Chat, Engine, ToolChoice
 from mixedkv.engine.chat.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.full
+
 TEMPLATE = Path(__file__).parents[1] / "support" / "templates" / "qwen3.jinja"
 WEATHER = {
     "type": "function",

@@ -11,6 +11,8 @@ from mixedkv_server.settings import ServerSettings
 from support.server_support import running
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
+
+pytestmark = pytest.mark.full
 DOCS = Path(__file__).parents[3] / "docs"
 
 

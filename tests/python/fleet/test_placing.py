@@ -11,6 +11,8 @@ import pytest
 from mixedkv_ray.placing import Placing
 from mixedkv_ray.prefix import BLOCK, Prefix, prefix_of
 
+pytestmark = pytest.mark.full
+
 REPLICAS = ["a", "b", "c"]
 
 

@@ -75,6 +75,7 @@ def say(url: str, messages: list[dict[str, str]], number: int) -> dict[str, Any]
     return usage
 
 
+@pytest.mark.needs("redis")
 def test_conversations_outlive_a_replica(fleet: tuple[str, Any]) -> None:
     url, redis = fleet
     talks: list[list[dict[str, str]]] = [[] for _ in range(4)]
@@ -96,6 +97,7 @@ def test_conversations_outlive_a_replica(fleet: tuple[str, Any]) -> None:
     assert tiers == {"context", "remote"}  # both had conversations, and one lost its own
 
 
+@pytest.mark.needs("redis")
 def test_a_session_is_found_by_the_next_request(fleet: tuple[str, Any]) -> None:
     url, _ = fleet
     for i in range(10):
@@ -105,6 +107,7 @@ def test_a_session_is_found_by_the_next_request(fleet: tuple[str, Any]) -> None:
         assert json.loads(post(f"{url}/v1/completions", body))["choices"], i
 
 
+@pytest.mark.needs("redis")
 def test_streams_and_errors_come_through(fleet: tuple[str, Any]) -> None:
     url, _ = fleet
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, "stream": True}
@@ -117,6 +120,7 @@ def test_streams_and_errors_come_through(fleet: tuple[str, Any]) -> None:
     assert json.loads(caught.value.read())["error"]["param"]
 
 
+@pytest.mark.needs("redis")
 def test_replicas_come_with_the_load_and_hand_over_when_they_go(
     fleet: tuple[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,6 +183,7 @@ def test_bad_options(options: dict[str, str], message: str) -> None:
         build(options)
 
 
+@pytest.mark.needs("redis")
 def test_a_remote_that_refuses_us_ends_the_start(tmp_path: Path) -> None:
     from mixedkv_ray.application import build
 

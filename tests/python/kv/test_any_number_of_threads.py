@@ -8,6 +8,8 @@ import pytest
 
 from support.harness import Ctx, Mixed, prompt
 
+pytestmark = pytest.mark.full
+
 tokens = prompt(600, seed=41)
 
 

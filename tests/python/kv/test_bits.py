@@ -13,6 +13,8 @@ from mixedkv.bundled import model_path
 from support import bits_table
 from support.bits_table import BODIES, Row, all_rows, measured, usual_rows, wrong
 
+pytestmark = pytest.mark.full
+
 PAGE = Path(__file__).parents[3] / "docs" / "server-guarantees.md"
 
 

@@ -16,6 +16,8 @@ from mixedkv.errors import ContextBusyError
 from support.conversation_support import open_llama
 from support.patience import PATIENCE
 
+pytestmark = pytest.mark.full
+
 TOKENS = [5 + i % 200 for i in range(400)]
 
 # each leaves sequence 0 as it is

@@ -19,6 +19,8 @@ from mixedkv.kv.checkpoint import Checkpoint
 from support.harness import prompt, rel_rms
 from support.random_rows import Subject
 
+pytestmark = pytest.mark.full
+
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
 
 KINDS: list[Any] = [
@@ -208,6 +210,7 @@ def test_a_block_without_the_state_is_refused(zoo_path: Callable[[str], Path]) -
     other.llm.close()
 
 
+@pytest.mark.by_model
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss", "gemma4"])
 def test_where_sliding_layers_keep_all_their_rows(zoo_path: Callable[[str], Path], name: str) -> None:
     """Their checkpoint has F16 copies only: the rows that it lacks are not dropped for it."""

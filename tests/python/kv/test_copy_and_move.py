@@ -12,6 +12,8 @@ from support import zoo
 from support.checks import assert_same, check_books, check_rows
 from support.harness import Mixed, prompt
 
+pytestmark = [pytest.mark.full, pytest.mark.merged_nightly]
+
 KV = Mixed(threshold=24, group=8, sinks=3)
 
 tokens = prompt(400, seed=3)
@@ -70,6 +72,7 @@ def test_remove_a_span(open_pair, attention: str, span: tuple[int, int]) -> None
 # --- moves ---
 
 
+@pytest.mark.by_model
 @pytest.mark.parametrize("name", zoo.SUPPORTED)
 def test_context_shift(open_pair, attention: str, name: str) -> None:
     """RoPE is applied again to hot and cold rows; twice, with tokens between."""

@@ -20,6 +20,8 @@ from support.crossing.crossing_run import again, explore, setups
 from support.crossing.subject import Setup, model_file
 from support.crossing.witnesses import WITNESSES
 
+pytestmark = pytest.mark.full
+
 LONG = float(os.environ.get("MIXEDKV_TEST_CROSSING_SECONDS", "0"))
 ABORTS = list(abort_setups())[::3]
 N_ABORTS = max(12, int(os.environ.get("MIXEDKV_TEST_ABORTS", "0")) // len(ABORTS))

@@ -18,10 +18,13 @@ STEPS = (1, 1, 2, 3, 7, 20, 33, 64, 100, 200)  # tokens, one of these each time
 
 ISA = _core.version()["isa"]
 
-pytestmark = pytest.mark.skipif(
-    ISA not in ("amx", "avx512", "avxvnni", "avx2"),
-    reason="promised by the kernels of AVX2 and AVX-512 (docs/kernels.md)",
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        ISA not in ("amx", "avx512", "avxvnni", "avx2"),
+        reason="promised by the kernels of AVX2 and AVX-512 (docs/kernels.md)",
+    ),
+]
 
 
 def logits(llm: Llama, tokens: list[int], steps: list[int]) -> np.ndarray:
@@ -74,6 +77,7 @@ def test_any_cut_of_300_prompts_gives_the_same_bits() -> None:
         assert differing(llm, 300, 20, 900) == []
 
 
+@pytest.mark.needs("real model")
 @pytest.mark.slow
 def test_any_cut_gives_the_same_bits_on_a_real_model(real_model_q4_1: Path) -> None:
     with open_model(real_model_q4_1, "mixed") as llm:

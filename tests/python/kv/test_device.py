@@ -18,9 +18,12 @@ from mixedkv.errors import UnsupportedModelError
 from support import zoo
 from support.harness import Ctx, InitError, Mixed, Model, prompt, rel_rms
 
-pytestmark = pytest.mark.skipif(
-    not llama_cpp.llama_supports_gpu_offload(), reason="no device: this build has no GPU, or finds none"
-)
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(
+        not llama_cpp.llama_supports_gpu_offload(), reason="no device: this build has no GPU, or finds none"
+    ),
+]
 
 ALL, OUTPUT_AND_ONE = 99, 2  # of two layers
 KV = Mixed(threshold=40, group=8, sinks=4)

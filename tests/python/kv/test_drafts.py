@@ -12,6 +12,8 @@ from support.checks import assert_same, check_books, check_rows
 from support.conversation_support import open_llama
 from support.harness import Mixed, prompt
 
+pytestmark = [pytest.mark.full, pytest.mark.merged_nightly]
+
 KV = Mixed(threshold=64, group=16, sinks=3, draft=16)
 tokens = prompt(4000, seed=21)
 

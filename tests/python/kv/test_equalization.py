@@ -26,6 +26,8 @@ from support.hidden import hidden
 from support.planted import plant
 from support.zoo.dense import stablelm
 
+pytestmark = pytest.mark.full
+
 N = 640
 OFF = Mixed(equalize=False)
 
@@ -205,6 +207,7 @@ def test_without_equalisation_nothing_is_scaled(open_ctx) -> None:
 # --- a shift turns pairs, which partial rotary and no RoPE have less of or none ---
 
 
+@pytest.mark.merged_nightly
 @pytest.mark.parametrize("name", ["pairs of neighbours", "halves, biases", "partial rotary"])
 def test_shifted_keys_are_those_of_the_new_positions(tmp_path: Path, name: str, attention: str) -> None:
     MODELS[name][0]().write(tmp_path / "model.gguf")

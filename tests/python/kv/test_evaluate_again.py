@@ -12,6 +12,8 @@ import pytest
 from mixedkv import Llama
 from mixedkv.kv.evaluate_again import Again, Rows, evaluate_again, read_rows
 
+pytestmark = pytest.mark.full
+
 TEXT = (
     b"The river rose in the night, and by the morning the lower fields were under water. Nobody "
     b"in the village was surprised: the snow on the hills had been deep, and the first warm wind "
@@ -65,6 +67,8 @@ DAMAGE: dict[str, Change] = {
 }
 
 
+@pytest.mark.nightly
+@pytest.mark.needs("real model")
 @pytest.mark.parametrize("kv", ["f16", "mixed", "mixed:cold=q8_0"])
 def test_rounding_and_damage(real_model_q4_1: Path, kv: str) -> None:
     with Llama(real_model_q4_1, kv=kv, n_ctx=256, n_seq_max=2, kv_unified=True, verbose=False) as llm:

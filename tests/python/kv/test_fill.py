@@ -13,6 +13,8 @@ from mixedkv.chunks.gate import compare, last_logits
 from mixedkv.errors import UnsupportedModelError
 from support.conversation_support import RECALL, open_llama
 
+pytestmark = pytest.mark.full
+
 COLD = "mixed:cold=q8_0,threshold=0,group=1,sinks=0"
 
 

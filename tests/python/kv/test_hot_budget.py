@@ -18,6 +18,8 @@ from support.harness import Ctx, DecodeError, InitError, Mixed, prompt, rel_rms
 from support.hidden import hidden
 from support.oracle import Oracle
 
+pytestmark = [pytest.mark.full, pytest.mark.merged_nightly]
+
 # Six pages of 16 behind the sinks of six sequences; a window of 32 and its margin take three of them.
 KV = Mixed(threshold=32, group=8, sinks=2, draft=4, budget=112)
 SIX = {"n_seq_max": 6, "unified": True, "n_ctx": 1024}

@@ -15,6 +15,8 @@ from support import zoo
 from support.checks import worst
 from support.harness import Ctx, DecodeError, Mixed, Uniform, prompt
 
+pytestmark = [pytest.mark.full, pytest.mark.by_model]
+
 RECURRENT = ["mamba", "rwkv7"]
 HYBRID = ["lfm2", "qwen3next", "qwen35", "falcon-h1", "granite-hybrid", "nemotron-h"]
 KVS: dict[str, Uniform | Mixed] = {"f16": Uniform(), "mixed": Mixed(threshold=24, group=8, sinks=3)}

@@ -11,7 +11,7 @@ from support import zoo
 from support.checks import TOL_FUSED, tolerance, worst
 from support.harness import Ctx, Mixed, Uniform, prompt, rel_rms
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.by_model]
 
 N = 200
 WINDOW = Mixed(threshold=48, group=16, sinks=4)

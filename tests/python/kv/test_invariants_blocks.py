@@ -10,7 +10,7 @@ import pytest
 from support import zoo
 from support.harness import Ctx, Mixed, Uniform, prompt, rel_rms
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.by_model]
 
 KV = Mixed(threshold=24, group=8, sinks=3)
 CACHES = {

@@ -72,6 +72,7 @@ def test_an_abort_costs_nothing(open_ctx, attention: str, n: int, n_calls: int) 
     assert_untouched(ctx, twin)
 
 
+@pytest.mark.by_model
 @pytest.mark.parametrize("name", ["llama-64", "gpt-oss"])
 @pytest.mark.parametrize("n_calls", [0, 1, 40, 75, 100, 130])
 def test_abort_in_the_middle(open_pair, attention: str, name: str, n_calls: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 from support import zoo
 from support.harness import Mixed, Uniform, prompt, rel_rms
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.by_model]
 
 N = 150
 F16, Q4 = Uniform(), Uniform(k="q4_0", v="q4_0")

@@ -13,7 +13,7 @@ from support import zoo
 from support.checks import TOL_FUSED, TOL_MERGED, distances, tolerance, worst
 from support.harness import Mixed, Uniform, prompt
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.by_model]
 
 KV = Mixed(threshold=40, group=8, sinks=4)
 N = 180

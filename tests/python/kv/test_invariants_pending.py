@@ -14,6 +14,8 @@ import pytest
 from support.checks import worst
 from support.harness import Ctx, Mixed, Uniform, prompt
 
+pytestmark = pytest.mark.full
+
 KVS: dict[str, Uniform | Mixed] = {
     "f16": Uniform(),
     "f16 without flash attention": Uniform(flash=False),

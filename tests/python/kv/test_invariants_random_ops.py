@@ -17,6 +17,8 @@ from support.checks import TOL_STEP, check_books, check_rows, distances, toleran
 from support.harness import Ctx, DecodeError, Mixed, Uniform, prompt, rel_rms
 from support.oracle import Oracle, oracle_of
 
+pytestmark = [pytest.mark.full, pytest.mark.merged_nightly]
+
 N_SEQ, N_CTX = 3, 768
 
 seqs = st.integers(0, N_SEQ - 1)

@@ -10,7 +10,7 @@ import pytest
 
 from support.harness import TYPES, Ctx, InitError, Mixed, Uniform, prompt
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.by_model]
 
 CASES = {"llama-48": ["head", "48", "32"], "mamba": ["mamba"], "bert": ["bert"]}
 

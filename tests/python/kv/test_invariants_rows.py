@@ -16,7 +16,7 @@ from support.checks import check_books, check_rows, tolerance, worst
 from support.harness import Mixed, prompt, rel_rms
 from support.oracle import Oracle, Row
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.by_model]
 
 # every full-attention layer; gemma4's layer 5 reads the rows of layer 3
 LAYERS = [(name, il) for name in zoo.SUPPORTED for il in zoo.SHAPES[name].kv_layers] + [("gemma4", 5)]

@@ -10,6 +10,8 @@ import pytest
 from support.checks import TOL_INT8, check_books, worst
 from support.harness import Ctx, DecodeError, Mixed, Uniform, prompt
 
+pytestmark = [pytest.mark.full, pytest.mark.by_model]
+
 KVS: dict[str, Uniform | Mixed] = {
     "f16": Uniform(),
     "q8_0": Uniform(k="q8_0", v="q8_0"),

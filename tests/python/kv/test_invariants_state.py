@@ -18,7 +18,7 @@ from support import TESTS, zoo
 from support.checks import assert_same, check_books, check_rows
 from support.harness import Ctx, Mixed, Uniform, prompt, rel_rms
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.by_model]
 
 KV = Mixed(threshold=24, group=8, sinks=3)
 tokens = prompt(400, seed=6)

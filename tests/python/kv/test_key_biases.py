@@ -18,6 +18,8 @@ from support.harness import Ctx, Mixed, Model, Uniform, prompt, rel_rms
 from support.planted import plant
 from support.zoo.dense import stablelm
 
+pytestmark = pytest.mark.full
+
 F32 = Uniform(k="f32", v="f32", flash=False)
 
 
@@ -198,6 +200,7 @@ def test_biases_are_part_of_what_tells_scales_apart(open_biased) -> None:
     assert ids[300.0] != ids[310.0]
 
 
+@pytest.mark.merged_nightly
 @pytest.mark.parametrize("attention", ["fused", "merged"])
 def test_the_default_cache_survives_biases(tmp_path: Path, attention: str) -> None:
     with Llama(str(bundled.model_path()), kv="f16", n_ctx=256, verbose=False) as llm:

@@ -18,6 +18,8 @@ from mixedkv.store import KVStore
 from support import zoo
 from support.harness import Ctx, Mixed, Model, Uniform, prompt, rel_rms
 
+pytestmark = [pytest.mark.full, pytest.mark.merged_nightly]
+
 CLOSED = Mixed(k="q8_0", v="q8_0", threshold=0, group=1)
 
 

@@ -14,6 +14,8 @@ from mixedkv.native.memory import own_memory
 from support.checks import assert_same, check_books, check_rows
 from support.harness import Mixed, prompt
 
+pytestmark = pytest.mark.full
+
 KV = Mixed(threshold=48, group=8, sinks=4)
 WIDE = "mixed:threshold=4096,group=32"
 MIB = 1 << 20
@@ -101,6 +103,7 @@ def test_wrong_windows_are_refused_and_change_nothing(
     assert_same(ctx, oracle, tokens[100:110])
 
 
+@pytest.mark.merged_nightly
 @pytest.mark.parametrize("unified", [True, False], ids=["unified", "streams"])
 def test_wider_than_at_first(open_pair, attention: str, unified: bool) -> None:
     """Where sequences share the ring, one of them can have more than its part."""
@@ -126,6 +129,7 @@ def test_wider_than_at_first(open_pair, attention: str, unified: bool) -> None:
         check_books(ctx, oracle)
 
 
+@pytest.mark.merged_nightly
 @pytest.mark.parametrize(
     ("name", "options"),
     [("llama-64", {}), ("llama-64", {"n_seq_max": 3, "unified": True}), ("gemma2", {"n_seq_max": 2})],
@@ -174,6 +178,7 @@ def test_a_cache_without_rows_stays_without() -> None:
         llm.kv.quantization_threshold = 64
 
 
+@pytest.mark.merged_nightly
 @pytest.mark.parametrize("options", [{}, {"n_seq_max": 3, "unified": True}, {"n_seq_max": 2}], ids=str)
 def test_rows_move_with_the_window(open_pair, attention: str, options: dict) -> None:
     pair = ctx, oracle = open_pair("llama-64", 1, KV.with_(attention=attention), **options)

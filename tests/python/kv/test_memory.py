@@ -12,6 +12,8 @@ from support import TESTS
 from support.harness import Mixed, Uniform
 from support.patience import PATIENCE
 
+pytestmark = pytest.mark.full
+
 BITS = {
     name: 8 * size / block
     for name in ("q4_0", "q5_0", "q8_0", "f16")

@@ -14,6 +14,8 @@ from mixedkv import Llama, _core
 from mixedkv.errors import MissingRowsError
 from mixedkv.native import llama_cpp as _llama_cpp
 
+pytestmark = pytest.mark.full
+
 OPTIONS: dict[str, Any] = {
     "n_ctx": 1024,
     "n_batch": 32,
@@ -31,6 +33,7 @@ def logits(llm: Llama) -> np.ndarray[Any, np.dtype[np.float32]]:
     return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(llm.ctx, -1), (llm.n_vocab(),)).copy()
 
 
+@pytest.mark.by_model
 @pytest.mark.parametrize("kv", KVS)
 @pytest.mark.parametrize("name", ["gemma2", "gemma4", "gpt-oss"])
 def test_a_completion_goes_on_where_it_can(name: str, kv: str, zoo_path: Callable[[str], Path]) -> None:

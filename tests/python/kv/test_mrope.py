@@ -19,6 +19,8 @@ from mixedkv.engine.batch.batch import Batch
 from mixedkv.store import Identity, KVStore
 from support.harness import prompt, rel_rms
 
+pytestmark = pytest.mark.full
+
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
 
 KINDS = [

@@ -10,6 +10,8 @@ import pytest
 from support import zoo
 from support.harness import Ctx, Mixed, Model, prompt, rel_rms
 
+pytestmark = pytest.mark.full
+
 ODD = 7  # the token
 WEIGHTS = {"inf": 3e38, "1e6": 1e5, "denormal": 1e-41, "nan": 1.0}
 tokens = [t + (t == ODD) for t in prompt(300, seed=31)]

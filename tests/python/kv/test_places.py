@@ -25,7 +25,10 @@ KINDS = (
 
 ISA = _core.version()["isa"]
 
-pytestmark = pytest.mark.skipif(ISA == "neon", reason="NEON's prefill has sums of its own (docs/kernels.md)")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(ISA == "neon", reason="NEON's prefill has sums of its own (docs/kernels.md)"),
+]
 
 
 def decode(llm: Llama, parts: list[tuple[int, list[int]]]) -> np.ndarray:
@@ -125,6 +128,7 @@ def test_a_prompt_in_a_used_context_has_the_bits_of_a_fresh_one(kv: str) -> None
     compare(model_path(), kv, 8, beside=True)
 
 
+@pytest.mark.by_model
 @pytest.mark.parametrize("swa_full", [True, False])
 @pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.parametrize("name", ["gemma2", "gemma4", "gpt-oss"])

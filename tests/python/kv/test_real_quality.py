@@ -11,7 +11,7 @@ from mixedkv_bench.output import read_result
 from mixedkv_bench.quality import QualityRow
 from support.hidden import hidden
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.needs("real model")]
 
 BARE = "threshold=0,group=1,sinks=0"
 

@@ -14,6 +14,8 @@ import pytest
 from mixedkv import Llama, MixedKVConfig, bundled
 from mixedkv.bundled import corpus
 
+pytestmark = pytest.mark.full
+
 N_CTX = 1024
 TURN = "<|user|>{}<|end|><|assistant|>"
 

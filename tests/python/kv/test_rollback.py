@@ -13,7 +13,7 @@ from mixedkv import Llama
 from mixedkv.errors import UnsupportedModelError
 from support.harness import Ctx, Mixed, Uniform, prompt, rel_rms
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.by_model]
 
 N = 4  # snapshots
 OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_seq_max": 4, "unified": True, "n_rs_seq": N}

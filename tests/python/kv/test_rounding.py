@@ -14,6 +14,8 @@ from mixedkv.bundled import model_path
 from support.divergence import divergence
 from support.hidden import hidden
 
+pytestmark = pytest.mark.full
+
 TEXT = "\n".join(path.read_text() for path in sorted(Path(mixedkv.__file__).parent.glob("*.py")))[:6000]
 
 

@@ -14,6 +14,8 @@ import pytest
 from support.random_rows import Sizes, Subject, Tally
 from support.same_bits import has_same_bits
 
+pytestmark = pytest.mark.full
+
 MODELS = ("llama-64", "gemma2", "gemma4", "gpt-oss")  # plain, sliding windows of three kinds
 SAME_BITS = (0.0, 0.0)
 # The relative error of a row, and the difference of a log-probability of a token that has 1% or more. An
@@ -64,6 +66,7 @@ def play(
 LAYOUTS = ((2, True), (4, True), (8, True), (3, False))  # sequences, and whether they share cells
 
 
+@pytest.mark.by_model
 @pytest.mark.parametrize("swa_full", [True, False])
 @pytest.mark.parametrize("kv", KINDS)
 @pytest.mark.parametrize("name", MODELS)
@@ -97,6 +100,7 @@ def test_twenty_thousand_operations(kv: str, zoo_q4_1_path: Callable[[str], Path
     assert n_answers > 2000
 
 
+@pytest.mark.needs("real model")
 @pytest.mark.nightly
 @pytest.mark.parametrize("swa_full", [True, False])
 @pytest.mark.parametrize("kv", ["f16", "q8_0", "q8_0:attention=fused", "mixed"])

@@ -132,6 +132,7 @@ def test_models_with_states_say_what_they_cannot(zoo_path: Callable[[str], Path]
         assert (llm.n_tokens, llm.kv.used) == (0, 0)
 
 
+@pytest.mark.by_model
 @pytest.mark.parametrize(("name", "kv"), [("lfm2", "mixed"), ("mamba", "f16")])
 def test_states_are_copied_whole(zoo_path: Callable[[str], Path], name: str, kv: str) -> None:
     """Of part of the tokens there is no state."""

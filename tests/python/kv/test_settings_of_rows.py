@@ -30,6 +30,8 @@ from support.row_settings import (
     set_control,
 )
 
+pytestmark = pytest.mark.full
+
 N = 300
 MODELS = ("llama-64", "gemma3", "qwen3", "deepseek2", "phi", "qwen3moe")
 Adapters = Callable[[int], str]
@@ -401,7 +403,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("one", "other", "same"), PAIRS, ids=str)
-@pytest.mark.parametrize("where", ["folder", "redis"])
+@pytest.mark.parametrize("where", ["folder", pytest.param("redis", marks=pytest.mark.needs("redis"))])
 def test_another_process(
     one: Settings, other: Settings, same: bool, where: str, zoo_path: Callable[[str], Path], tmp_path: Path
 ) -> None:

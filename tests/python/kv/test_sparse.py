@@ -17,6 +17,8 @@ from mixedkv_bench.harness.sample_text import document
 from support.divergence import divergence
 from support.planted import plant
 
+pytestmark = pytest.mark.full
+
 N_PAST, N_NEW = 1700, 10
 
 

@@ -18,7 +18,7 @@ from mixedkv import bundled
 from support import TESTS, zoo
 from support.stock_library import stock_library
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.needs("stock llama.cpp")]
 
 MODELS = [n for n in (*zoo.SUPPORTED, *zoo.REFUSED) if n != "bert"]
 
@@ -39,8 +39,6 @@ def run(which: str, out: Path, paths: list[str]) -> dict[str, np.ndarray]:
 def results(
     tmp_path_factory: pytest.TempPathFactory, zoo_path: Callable[[str], Path]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    if stock_library() is None:
-        pytest.skip("compares with llama-cpp-python, which is not installed: the extra `peer`")
     folder = tmp_path_factory.mktemp("identity")
     paths = [str(zoo_path(name)) for name in MODELS] + [str(bundled.model_path())]
     return run("ours", folder / "ours.npz", paths), run("stock", folder / "stock.npz", paths)

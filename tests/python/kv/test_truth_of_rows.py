@@ -16,6 +16,8 @@ from mixedkv.engine.prompt_cache import PromptCache
 from mixedkv.kv.rows import extend_past
 from mixedkv.store import Identity, KVStore
 
+pytestmark = pytest.mark.full
+
 OPTIONS: dict[str, Any] = {"n_ctx": 512, "n_threads": 1, "n_threads_batch": 1, "verbose": False}
 SHARED = {"n_seq_max": 3, "kv_unified": True}
 TOKENS = [3 + i * 7 % 90 for i in range(200)]

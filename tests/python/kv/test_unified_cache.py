@@ -12,6 +12,8 @@ import pytest
 from support.checks import assert_same, check_books, check_rows
 from support.harness import Mixed, prompt, rel_rms
 
+pytestmark = [pytest.mark.full, pytest.mark.by_model, pytest.mark.merged_nightly]
+
 KV = Mixed(threshold=24, group=8, sinks=2)
 tokens = prompt(400, seed=4)
 

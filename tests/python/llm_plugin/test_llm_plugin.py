@@ -20,6 +20,8 @@ from support.server_support import children, running
 
 llm = pytest.importorskip("llm", reason="needs the Python package llm")
 
+pytestmark = pytest.mark.full
+
 NAME = "mixedkv/bundled"
 RECALL = make_recall(seed=53_001, n_sentences=40)  # long enough to be stored
 SYSTEM, QUESTION = " ".join(RECALL.journal), RECALL.fact.question

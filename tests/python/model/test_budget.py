@@ -37,6 +37,7 @@ def smallest(shape: ModelShape) -> int:
     return parse_size(str(refused.value).split("takes ")[1].split(":")[0])
 
 
+@pytest.mark.by_model
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_allocated_is_within_the_budget(zoo_path: Callable[[str], Path], name: str) -> None:
     path = model_path() if name == "bundled" else zoo_path(name)

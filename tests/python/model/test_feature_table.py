@@ -9,6 +9,8 @@ import pytest
 from support import REPOSITORY
 from support.feature_table import missing, page, without_models
 
+pytestmark = pytest.mark.full
+
 PAGE = REPOSITORY / "docs" / "features.md"
 
 

@@ -21,6 +21,8 @@ from mixedkv_service.keys import Keys
 from support.adapters import write_adapter
 from support.zoo.projector import write_projector
 
+pytestmark = pytest.mark.full
+
 GIB = 1 << 30
 WEIGHTS = {"1B": 808 << 20, "8B": 4920 << 20}  # Q4_K_M
 LAYERS = {"1B": (16, 8, 64), "8B": (32, 8, 128)}

@@ -12,6 +12,8 @@ from mixedkv.model.footprint import Sliding, footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from support import zoo
 
+pytestmark = [pytest.mark.full, pytest.mark.by_model]
+
 SLIDING = ("gemma2", "gemma3", "gemma4", "gpt-oss", "llama4")
 KINDS = tuple(name for name in (*zoo.SUPPORTED, *zoo.MORE) if name != "llama-96")
 

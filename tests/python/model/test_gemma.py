@@ -24,7 +24,7 @@ from mixedkv_split.export import export
 from mixedkv_split.head import Head
 from support import split_support
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.needs("real model")]
 
 N_PROMPT = 700
 OPTIONS: dict[str, Any] = {"kv": "mixed", "n_threads": 1, "n_threads_batch": 1, "verbose": False}

@@ -22,6 +22,8 @@ from support.zoo.projector import write_projector
 
 pytest.importorskip("huggingface_hub", reason="needs the Python package huggingface_hub")
 
+pytestmark = pytest.mark.full
+
 MODEL = model_path().read_bytes()
 SMALL = b"GGUF" + bytes(100)
 LARGE = b"GGUF" + bytes(30_000_000)  # three times what the library writes at once

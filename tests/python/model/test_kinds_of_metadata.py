@@ -16,6 +16,8 @@ from mixedkv.errors import InvalidModelFileError, UnsupportedModelError
 from mixedkv.model.gguf_copy import copy_metadata, write_and_close
 from support.adapters import write_adapter
 
+pytestmark = pytest.mark.full
+
 _KIND = gguf.GGUFValueType
 KEYS = (
     *("context_length", "block_count", "embedding_length", "feed_forward_length", "attention.head_count"),

@@ -15,6 +15,8 @@ from support import zoo
 from support.harness import prompt
 from support.served_models import N_NEW, N_TURN, Answered, Served, converse, in_new_process, questions
 
+pytestmark = pytest.mark.full
+
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
 
 MIXED = "mixed"
@@ -82,6 +84,7 @@ def talks(zoo_path: Callable[[str], Path], tmp_path_factory: pytest.TempPathFact
     return talk_with
 
 
+@pytest.mark.by_model
 @pytest.mark.parametrize(
     ("name", "kv"),
     [*KINDS[:N_KINDS], *(pytest.param(*kind, marks=pytest.mark.nightly) for kind in KINDS[N_KINDS:])],

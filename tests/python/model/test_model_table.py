@@ -10,6 +10,8 @@ import pytest
 from support import REPOSITORY
 from support.model_table import page
 
+pytestmark = pytest.mark.full
+
 PAGE = REPOSITORY / "docs" / "models.md"
 
 

@@ -8,7 +8,7 @@ import pytest
 from support import zoo
 from support.harness import TYPES, Mixed, Uniform, prompt, rel_rms
 
-pytestmark = pytest.mark.core
+pytestmark = [pytest.mark.core, pytest.mark.by_model]
 
 KV = Mixed(threshold=32, group=16, sinks=4)
 

@@ -18,6 +18,8 @@ from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.named_model import find_measured_model, find_model, named_models
 from mixedkv.model.packaged_model import GEMMA3, PACKAGED, SMOLLM2, PackagedModel, write_f16
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -140,6 +142,8 @@ def test_f16_weights_are_the_quantised_ones(tmp_path: Path) -> None:
     assert model_shape(read_model_file(path)).n_layer == model_shape(read_model_file(model_path())).n_layer
 
 
+@pytest.mark.nightly
+@pytest.mark.needs("real model")
 def test_the_f16_file_is_written_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real_model_q4_1: Path
 ) -> None:
@@ -159,6 +163,8 @@ def test_the_f16_file_is_written_once(
     assert written == [real_model_q4_1]
 
 
+@pytest.mark.nightly
+@pytest.mark.needs("real model")
 def test_what_the_real_models_are(real_model: Path, real_model_gemma: Path) -> None:
     shape = model_shape(read_model_file(real_model))
     assert (shape.architecture, shape.n_layer, shape.n_ctx_train) == ("llama", 30, 8192)

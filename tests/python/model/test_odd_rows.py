@@ -16,6 +16,8 @@ from mixedkv.errors import UnsupportedModelError
 from mixedkv.store import KVStore
 from support.harness import prompt, rel_rms
 
+pytestmark = pytest.mark.full
+
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
 
 TOKENS, NEXT = prompt(150, seed=3), prompt(30, seed=4)

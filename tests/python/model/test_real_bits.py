@@ -12,6 +12,8 @@ from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.resolve_budget import for_budget
 from support.bench_support import run
 
+pytestmark = pytest.mark.full
+
 N_CTX = 512
 
 
@@ -28,6 +30,7 @@ def divergences(
     return [row["kld_mean"] for row in rows]
 
 
+@pytest.mark.needs("real model")
 @pytest.mark.parametrize("fixture", ["real_model", "real_model_planted"])
 @pytest.mark.nightly
 def test_fewer_bits_than_q4_0_do_less(fixture: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
@@ -37,12 +40,16 @@ def test_fewer_bits_than_q4_0_do_less(fixture: str, request: pytest.FixtureReque
     assert lm4 < 0.25 * q4_0
 
 
+@pytest.mark.nightly
+@pytest.mark.needs("real model")
 def test_a_bit_less_than_q4_0_does_half(real_model: Path, tmp_path: Path) -> None:
     """On code, where tc3 alone does not."""
     q4_0, mixed = divergences(real_model, tmp_path, "q4_0", "mixed:budget=3.5bit", text="code")
     assert mixed < 0.5 * q4_0
 
 
+@pytest.mark.nightly
+@pytest.mark.needs("real model")
 def test_a_budget_spends_no_worse_than_one_type(real_model: Path, tmp_path: Path) -> None:
     shape = model_shape(read_model_file(real_model))
     uniform = parse_kv("mixed:cold=lm4")
@@ -53,6 +60,7 @@ def test_a_budget_spends_no_worse_than_one_type(real_model: Path, tmp_path: Path
     assert planned <= 1.1 * lm4
 
 
+@pytest.mark.needs("real model")
 @pytest.mark.parametrize("fixture", ["real_model_gemma", "real_model_gemma_planted", "real_model"])
 @pytest.mark.nightly
 def test_a_budget_halves_what_mixed_loses_at_its_bytes(

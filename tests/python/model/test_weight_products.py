@@ -26,6 +26,8 @@ from support.children.weight_products_child import (
     routes,
 )
 
+pytestmark = pytest.mark.full
+
 N_ROWS, N_ELEMENTS = 77, 1280  # no whole number of panels; five units of the K types
 Products = dict[str, npt.NDArray[np.float32]]
 

@@ -12,14 +12,14 @@ import pytest
 
 from mixedkv.bundled import model_path
 from mixedkv.model.gguf_file import read_model_file
-from support.browser import CONTRASTS, OVERFLOWS, PHONE, needs_chromium
+from support.browser import CONTRASTS, OVERFLOWS, PHONE
 from support.image_support import png
 from support.patience import wait_for
 from support.server_support import Server, key_file, running
 from support.zoo.projector import write_projector
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
-pytestmark = needs_chromium
+pytestmark = [pytest.mark.full, pytest.mark.needs("chromium")]
 KEY = "alice-key-0123456789"
 CHAT = "**/v1/chat/completions"
 USAGE = {"prompt_tokens": 1300, "completion_tokens": 7, "prompt_tokens_details": {"cached_tokens": 1204}}

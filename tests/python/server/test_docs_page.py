@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from support.browser import CONTRASTS, OVERFLOWS, PHONE, needs_chromium
+from support.browser import CONTRASTS, OVERFLOWS, PHONE
 from support.server_support import Server, running
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
-pytestmark = needs_chromium
+pytestmark = [pytest.mark.full, pytest.mark.needs("chromium")]
 _METHODS = ("get", "post", "put", "patch", "delete")
 
 

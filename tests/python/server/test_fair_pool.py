@@ -16,6 +16,8 @@ from mixedkv.work.turns import TenantLimits
 from mixedkv_server.pools import Pools
 from support.patience import PATIENCE, wait_for
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def pools() -> Iterator[Pools]:

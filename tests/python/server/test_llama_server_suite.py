@@ -13,6 +13,8 @@ from mixedkv.cli.words import unknown
 from support.llama_server.exceptions import EXCEPTIONS, FILES, known
 from support.llama_server.suite import compare, files, run, unpack
 
+pytestmark = pytest.mark.full
+
 _MOST_OF_OURS = 10
 
 

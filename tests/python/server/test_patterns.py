@@ -16,6 +16,8 @@ import pytest
 
 import mixedkv
 
+pytestmark = pytest.mark.full
+
 _N = 2000  # characters
 _SECONDS = 2e-3  # of a processor: what takes less is not looked at again
 _TIMES = 5  # what a text of this many times the length takes, where it takes about the square

@@ -13,6 +13,8 @@ from mixedkv_server.models import served_models
 from mixedkv_server.router.model_process import child_settings, without_folders
 from mixedkv_server.settings import ServerSettings
 
+pytestmark = pytest.mark.full
+
 BUNDLED = str(model_path())
 PLACE = Path("/run/here")
 

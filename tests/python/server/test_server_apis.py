@@ -16,6 +16,8 @@ from support.families import ADD, template_path
 from support.patience import PATIENCE
 from support.server_support import MODEL, Server, running
 
+pytestmark = pytest.mark.full
+
 USER = {"role": "user", "content": "Will it rain in Oslo?"}
 INPUT_SCHEMA = ADD["function"]["parameters"]
 

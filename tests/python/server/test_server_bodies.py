@@ -30,6 +30,8 @@ from support.patience import PATIENCE
 from support.remote_servers import redis_server
 from support.server_support import MODEL, Server, running
 
+pytestmark = pytest.mark.full
+
 MB = 10**6
 USER = {"role": "user", "content": "x"}
 
@@ -222,6 +224,7 @@ def test_an_unknown_type_of_content_is_named(server: Server) -> None:
     assert "Content-Type: application/json" in answer["error"]["message"]
 
 
+@pytest.mark.needs("redis")
 @pytest.mark.parametrize("old", [False, True], ids=["installed", "redis-py 5"])
 @pytest.mark.nightly
 def test_a_stopped_redis_holds_up_sessions_only(tmp_path: Path, old: bool) -> None:

@@ -12,6 +12,8 @@ from mixedkv.bundled.corpus import make_recall
 from support.patience import wait_for
 from support.server_support import MODEL, Server, key_file, running
 
+pytestmark = pytest.mark.full
+
 ANNA, BEN = "0123456789abcdef-anna", "0123456789abcdef-ben"
 OPTIONS = ("--kv", "mixed:cold=q8_0", "--reuse", "chunks:repair=query,check=1")
 DOCUMENTS = [" ".join(make_recall(64_000 + i, 14).journal) for i in range(3)]

@@ -15,6 +15,8 @@ import pytest
 from support.patience import wait_for
 from support.server_support import MODEL, Server, key_file, running
 
+pytestmark = pytest.mark.full
+
 KEY = "a-key-0123456789abcdef"
 
 

@@ -21,6 +21,8 @@ from support.patience import wait_for
 from support.raw_http import KEYS, SHORT, answer, connected, is_closed, post
 from support.server_support import Server, key_file, running
 
+pytestmark = pytest.mark.full
+
 ANNA, BEN = KEYS
 SMALL = ("--n-ctx", "512", "--parallel", "2")
 

@@ -11,6 +11,8 @@ import pytest
 from support.not_finite import write_model
 from support.server_support import Server, running
 
+pytestmark = pytest.mark.full
+
 FACT = "The code of the mill is 4817."
 DOCUMENT = {"type": "document", "title": "Codes", "source": {"type": "text", "data": FACT}}
 PARTS = {

@@ -15,6 +15,8 @@ from support.control_tokens import control_tokens, source, templates, write_mode
 from support.families import TEMPLATES
 from support.server_support import Server, running
 
+pytestmark = pytest.mark.full
+
 OFTEN = ("Qwen-Qwen2.5-7B-Instruct", "meta-llama-Llama-3.1-8B-Instruct", "google-gemma-2-2b-it")
 CONTEXT = ("--n-ctx", "16384", "--parallel", "1", "--kv", "f16")
 _ANY = (llama_cpp.LLAMA_TOKEN_ATTR_CONTROL, "<|channel|>", "<|message|>", "<|start|>", "<|end|>")

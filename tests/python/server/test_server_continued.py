@@ -12,6 +12,8 @@ import pytest
 
 from support.server_support import Server, running
 
+pytestmark = pytest.mark.full
+
 HI = {"role": "user", "content": "Who was in the mill?"}
 BEGUN = {"role": "assistant", "content": "The one who was there is"}
 CHAT = {"messages": [HI], "max_tokens": 8, "temperature": 0}

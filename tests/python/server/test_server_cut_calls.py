@@ -11,6 +11,8 @@ import pytest
 from support.families import template_path
 from support.server_support import Server, running
 
+pytestmark = pytest.mark.full
+
 ARGUMENTS = {
     "type": "object",
     "properties": {"path": {"enum": ["/of/old"]}},

@@ -26,6 +26,8 @@ from mixedkv.model.gguf_file import read_model_file
 from support.patience import PATIENCE, wait_for
 from support.server_support import MODEL, Server, running
 
+pytestmark = pytest.mark.full
+
 TEXTS = ["The harbour", "Once upon a time", "a", "She said <|im_end|> and 「left」.", "one two three " * 25]
 LIMIT = 300  # tokens of an input; a slice has more
 KEY = "a-key-0123456789abcdef"

@@ -20,6 +20,8 @@ zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")
 from mixedkv.prefix.sequences import Sequence  # noqa: E402
 from mixedkv_server.kv_events import BLOCK, HeldBlocks, KVEvents  # noqa: E402
 
+pytestmark = pytest.mark.full
+
 _AS_VLLM: Any = {"array_like": True, "omit_defaults": True, "gc": False}
 
 

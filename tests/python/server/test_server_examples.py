@@ -5,7 +5,6 @@ from __future__ import annotations
 import configparser
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,8 @@ from support import REPOSITORY
 from support.server_support import Server, running
 
 yaml = pytest.importorskip("yaml", reason="needs the package PyYAML")
+
+pytestmark = pytest.mark.full
 EXAMPLES = REPOSITORY / "docs/examples"
 DASHBOARD, ALERTS = EXAMPLES / "grafana-dashboard.json", EXAMPLES / "prometheus-alerts.yml"
 CLIENTS = (REPOSITORY / "docs/clients.md").read_text("utf-8")
@@ -80,7 +81,7 @@ def test_names_follow_prometheus_and_nothing_is_exposed_twice(exposed: dict[str,
     assert [name for name in exposed if name.endswith("_created")] == []
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian's package prometheus)")
+@pytest.mark.needs("promtool")
 def test_promtool_takes_the_alerts() -> None:
     done = subprocess.run(
         ["promtool", "check", "rules", str(ALERTS)], capture_output=True, text=True, check=False

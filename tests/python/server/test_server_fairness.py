@@ -19,6 +19,8 @@ import pytest
 from support.patience import PATIENCE, wait_for
 from support.server_support import Server, key_file, running
 
+pytestmark = pytest.mark.full
+
 NAMES = ("anna", "ben", "cleo", "dora", "metrics")
 ANNA, BEN, CLEO, DORA, METRICS = (f"{name}-key-0123456789" for name in NAMES)
 

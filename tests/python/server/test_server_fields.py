@@ -12,6 +12,8 @@ from pydantic import ValidationError
 from support import REPOSITORY
 from support.api_fields import ENDPOINTS, fields, page
 
+pytestmark = pytest.mark.full
+
 PAGE = (REPOSITORY / "docs" / "openai-fields.md").read_text()
 LEAST: dict[str, Any] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},

@@ -19,6 +19,8 @@ from support.children import flood_child
 from support.patience import wait_for
 from support.server_support import Server, key_file, running
 
+pytestmark = pytest.mark.full
+
 N_HONEST, CONNECTIONS = 17, 32
 HONEST = [f"t{i:02}-key-0123456789abcdef" for i in range(N_HONEST)]
 FLOOD = "flood-key-0123456789abcdef"

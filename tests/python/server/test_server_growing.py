@@ -14,6 +14,8 @@ import pytest
 from support.patience import wait_for
 from support.server_support import Server, running
 
+pytestmark = pytest.mark.full
+
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SYSTEM = {"role": "system", "content": "The lamp lies in the market and the key in the harbour. " * 4}
 

@@ -11,8 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 from support.families import template_path
 from support.server_support import MODEL, Server, running
+
+pytestmark = pytest.mark.full
 
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]}
 FILE = "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(20))

@@ -21,6 +21,8 @@ from support.patience import PATIENCE
 from support.server_support import MODEL, Server, running
 from support.zoo.projector import write_projector
 
+pytestmark = pytest.mark.full
+
 CHAT = "/v1/chat/completions"
 
 

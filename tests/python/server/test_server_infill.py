@@ -13,6 +13,8 @@ from mixedkv.engine.chat.tokenizer import Tokenizer
 from support.fim import write_fim_model
 from support.server_support import Server, running
 
+pytestmark = pytest.mark.full
+
 SPECIALS = ("<|user|>", "<|end|>", "<|assistant|>")
 BODY = {"input_prefix": "The code of the mill is ", "input_suffix": " and no other.", "temperature": 0}
 

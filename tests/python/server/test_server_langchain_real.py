@@ -13,7 +13,7 @@ import pytest
 
 from support.server_support import Server, running
 
-pytestmark = [pytest.mark.nightly, pytest.mark.slow]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.needs("real model")]
 
 pytest.importorskip("langchain_openai", reason="needs the package langchain-openai")
 pytest.importorskip("langchain_tests.integration_tests", reason="needs the package langchain-tests")

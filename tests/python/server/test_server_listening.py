@@ -27,6 +27,8 @@ from mixedkv_service.tls import TLS
 from support.patience import PATIENCE, wait_for
 from support.server_support import MODEL, Server, running
 
+pytestmark = pytest.mark.full
+
 PROMPT: dict[str, Any] = {"model": MODEL, "prompt": "The code of the", "max_tokens": 4, "temperature": 0}
 
 

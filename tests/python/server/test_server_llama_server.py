@@ -11,6 +11,8 @@ import pytest
 
 from support.server_support import MODEL, Server, running
 
+pytestmark = pytest.mark.full
+
 N_CTX = 2048
 PROMPT = "The lamp lies in the"
 BODY: dict[str, Any] = {"prompt": PROMPT, "n_predict": 8, "temperature": 0}

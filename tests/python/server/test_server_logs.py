@@ -15,6 +15,8 @@ from mixedkv_server.logs import Formatter, JSONFormatter, RateLimit, message_of,
 from support.patience import wait_for
 from support.server_support import Server, running
 
+pytestmark = pytest.mark.full
+
 SECRET = "xyzzy-4711"
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z"
 

@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.cli.main import main
 from support.server_support import MODEL, Server, key_file, running
+
+pytestmark = pytest.mark.full
 
 ANNA, BEN = "0123456789abcdef-anna", "0123456789abcdef-ben"
 AT = "/v1/cache/messages"

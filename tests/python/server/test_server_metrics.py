@@ -11,6 +11,8 @@ from mixedkv_server.app import SharedText
 from mixedkv_service.keys import MetricsKey
 from support.server_support import key_file, running
 
+pytestmark = pytest.mark.full
+
 ANNA, BEN, METRICS = "anna-key-0123456789", "ben-key-01234567890", "metrics-key-0123456789"
 
 

@@ -19,6 +19,8 @@ from mixedkv_server.engines import ModelWatch
 from support.patience import PATIENCE, wait_for
 from support.server_support import running
 
+pytestmark = pytest.mark.full
+
 TRUNCATE = "import os, sys; os.truncate(sys.argv[1], 100)"
 
 

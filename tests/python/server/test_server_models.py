@@ -28,6 +28,8 @@ from support.adapters import write_adapter
 from support.patience import wait_for
 from support.server_support import MODEL, Server, running
 
+pytestmark = pytest.mark.full
+
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 NAMES = ["base", "odd", "even", "second"]
 RECALL = make_recall(seed=67_000, n_sentences=12)

@@ -17,6 +17,8 @@ from support.server_support import MODEL, Server, key_file, running
 
 ollama = pytest.importorskip("ollama", reason="needs the Python package ollama")
 
+pytestmark = pytest.mark.full
+
 KEY = "a-key-0123456789abcdef"
 USER = {"role": "user", "content": "Where is the lamp?"}
 BRIEF: dict[str, Any] = {"temperature": 0, "num_predict": 8}

@@ -24,6 +24,8 @@ from support.patience import PATIENCE
 from support.remote_servers import redis_server
 from support.server_support import Server, running
 
+pytestmark = pytest.mark.full
+
 DAY = 86400.0
 _CLOCK = """
 import os, time
@@ -35,11 +37,13 @@ time.time = _stepped
 """
 
 
+@pytest.mark.needs("redis", "root")
 @pytest.mark.nightly
 def test_half_a_minute(tmp_path: Path) -> None:
     soak(tmp_path, rounds=1, pause=1.0)
 
 
+@pytest.mark.needs("redis", "root")
 @pytest.mark.bench
 def test_ten_minutes(tmp_path: Path) -> None:
     seconds = float(os.environ.get("MIXEDKV_OUTAGE_SECONDS", "600"))

@@ -13,6 +13,8 @@ from mixedkv.bundled.corpus import make_recall
 from mixedkv_server.settings import ServerSettings
 from support.server_support import MODEL, Server, running
 
+pytestmark = pytest.mark.full
+
 CHAT = "/v1/chat/completions"
 N_CTX = 512
 Message = dict[str, str]

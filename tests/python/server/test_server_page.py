@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from support.browser import CONTRASTS, OVERFLOWS, PHONE, needs_chromium
+from support.browser import CONTRASTS, OVERFLOWS, PHONE
 from support.patience import PATIENCE
 from support.remote_servers import free_ports
 from support.server_support import MODEL, Server, key_file, running
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
-pytestmark = needs_chromium
+pytestmark = [pytest.mark.full, pytest.mark.needs("chromium")]
 KEYS = ("alice-key-0123456789", "bob-key-0123456789")
 _SHARES = """() => [...document.querySelectorAll("#bar-rows i")]
     .map(i => [i.className, i.getBoundingClientRect().width])"""

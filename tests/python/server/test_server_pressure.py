@@ -23,6 +23,8 @@ from mixedkv.bundled.corpus import make_recall
 from support.patience import PATIENCE, wait_for
 from support.server_support import MODEL, Server, key_file, running
 
+pytestmark = pytest.mark.full
+
 N_CTX = "131072"
 
 

@@ -14,6 +14,8 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from support.server_support import MODEL, Direct, Server, end_of, running
 
+pytestmark = pytest.mark.full
+
 TEXT = "The code of the mill is 4817. " * 24
 N_TOP = 3
 TYPICAL = 0.001  # sums in another order, and rows of 16 bits

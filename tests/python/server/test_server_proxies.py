@@ -19,6 +19,8 @@ from support.certificates import Authority
 from support.patience import PATIENCE, wait_for
 from support.server_support import Server, running
 
+pytestmark = pytest.mark.full
+
 PAGE = (Path(__file__).parents[3] / "docs/clients.md").read_text()
 KEY = "a-key-0123456789abcdef"
 HOST = "llm.example.org"

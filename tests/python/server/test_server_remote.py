@@ -13,6 +13,8 @@ from support.patience import wait_for
 from support.remote_servers import Line, free_port, redis_server
 from support.server_support import MODEL, Server, running
 
+pytestmark = pytest.mark.full
+
 
 def chat(server: Server, messages: list[dict[str, str]]) -> tuple[str, dict[str, Any]]:
     answer = server.post(
@@ -30,6 +32,7 @@ def until_sent(server: Server) -> None:
     wait_for(lambda: server.wait_until_idle()["store"]["remote"]["waiting"] == 0)
 
 
+@pytest.mark.needs("redis")
 def test_a_killed_servers_conversation_goes_on_at_another(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (_, port):
         key = tmp_path / "key"
@@ -57,6 +60,7 @@ def test_a_killed_servers_conversation_goes_on_at_another(tmp_path: Path) -> Non
         assert chat(alone, messages)[0] == text
 
 
+@pytest.mark.needs("redis")
 @pytest.mark.nightly
 def test_a_remote_that_falls_silent_fails_no_request(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (_, port):

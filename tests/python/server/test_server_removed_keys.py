@@ -20,6 +20,8 @@ from support.patience import PATIENCE, wait_for
 from support.raw_http import CHAT, KEYS, SHORT
 from support.server_support import Server, key_file, running
 
+pytestmark = pytest.mark.full
+
 ANNA, BEN = KEYS
 TEXT = {"prompt": "x", "max_tokens": 100_000, "ignore_eos": True, "overflow": "slide", "model": "one"}
 ASKED: dict[str, dict[str, Any]] = {

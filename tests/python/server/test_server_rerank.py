@@ -16,6 +16,8 @@ from support.server_support import Server, key_file, running
 from support.zoo import Gguf, Shape
 from support.zoo.encoder import decoding_ranker, ranker
 
+pytestmark = pytest.mark.full
+
 QUERY = "in the end"
 DOCUMENTS = ["the hen", "a", "in the there in the", "there is a hen in the inner there", "the hen"]
 KEY = "a-key-0123456789abcdef"

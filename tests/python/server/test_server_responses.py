@@ -13,6 +13,8 @@ import pytest
 from support.families import ADD, template_path
 from support.server_support import MODEL, Server, key_file, running
 
+pytestmark = pytest.mark.full
+
 PATH = "/v1/responses"
 ANNA, BEN = "a-long-secret-of-anna", "a-long-secret-of-ben"
 BODY: dict[str, Any] = {"max_output_tokens": 8, "temperature": 0, "store": True}

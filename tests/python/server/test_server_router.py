@@ -30,6 +30,8 @@ from support.adapters import write_adapter
 from support.patience import PATIENCE, wait_for
 from support.server_support import Server, children, key_file, running
 
+pytestmark = pytest.mark.full
+
 TEXT = "/v1/completions"
 RECALL = make_recall(seed=71_000, n_sentences=12)
 SMALL = ("--n-ctx", "1024", "--parallel", "2", "--idle-prefixes", "2")

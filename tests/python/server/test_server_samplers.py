@@ -9,6 +9,8 @@ import pytest
 
 from support.server_support import Server, running
 
+pytestmark = pytest.mark.full
+
 PROMPT = "The code of the mill is 4817. The code of the mill is"
 N = 24
 

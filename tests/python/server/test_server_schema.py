@@ -15,6 +15,8 @@ from support.server_support import MODEL, Server, running
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs the Python package schemathesis")
 
+pytestmark = pytest.mark.full
+
 _GOOD, _BAD = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
 _EXAMPLES = 25
 _PLAIN = (

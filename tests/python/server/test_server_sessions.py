@@ -12,6 +12,8 @@ import pytest
 from support.patience import wait_for
 from support.server_support import Server, key_file, running
 
+pytestmark = pytest.mark.full
+
 ANNA, BEN = "anna-key-0123456789", "ben-key-01234567890"
 TEXT = "Once upon a time in a wood there was a very small house. " * 4
 

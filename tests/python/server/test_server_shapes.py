@@ -12,6 +12,8 @@ import pytest
 from support.families import template_path
 from support.server_support import MODEL, Server, running
 
+pytestmark = pytest.mark.full
+
 SCHEMA = {
     "type": "object",
     "properties": {"command": {"type": "string", "maxLength": 9}},

@@ -24,6 +24,8 @@ from support.patience import PATIENCE, wait_for
 from support.raw_http import KEYS, SHORT
 from support.server_support import Server, children, key_file
 
+pytestmark = pytest.mark.full
+
 ANNA, BEN = KEYS
 SMALL = ("--n-ctx", "512", "--parallel", "2")
 KINDS = ["one model", "router", "split"]

@@ -14,6 +14,8 @@ from support.patience import wait_for
 from support.server_support import Server, key_file, running
 from support.soak_clients import KEYS, Clients
 
+pytestmark = pytest.mark.full
+
 N_CLIENTS = 64
 N_CTX = 2048
 PARALLEL = 4

@@ -15,6 +15,8 @@ from support.mtp_models import write_counting_model
 from support.patience import PATIENCE, wait_for
 from support.server_support import Server, running
 
+pytestmark = pytest.mark.full
+
 RECALL = make_recall(3, 10)
 PROMPT = RECALL.prompt
 ENDLESS = {"prompt": PROMPT, "temperature": 0, "max_tokens": 120, "ignore_eos": True}

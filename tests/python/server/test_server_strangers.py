@@ -10,6 +10,8 @@ import pytest
 
 from support.server_support import Server, key_file, running
 
+pytestmark = pytest.mark.full
+
 KEY = "anna-key-0123456789"
 OPEN = {"/", "/stats", "/docs", "/page/{name}", "/health", "/ready", "/metrics", "/openapi.json"}
 BODIES: list[bytes] = [b"", b"{", b"[]", b'{"prompt": 5, "what": 1}', b"{" + b" " * 100_000]

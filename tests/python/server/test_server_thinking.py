@@ -16,6 +16,8 @@ import pytest
 from support.families import ADD, template_path
 from support.server_support import MODEL, Server, running
 
+pytestmark = pytest.mark.full
+
 USER = {"role": "user", "content": "Will it rain in Oslo?"}
 OPTIONS: dict[str, Any] = {"seed": 3, "max_tokens": 40, "temperature": 0}
 BEGUN, OWN = "llama-cpp-deepseek-r1", "Qwen-Qwen3-0.6B"  # a thought is begun by the prompt, or by the model

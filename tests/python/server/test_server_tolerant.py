@@ -14,6 +14,8 @@ import pytest
 from support.patience import PATIENCE, wait_for
 from support.server_support import MODEL, Server, key_file, running
 
+pytestmark = pytest.mark.full
+
 KEY = "a-key-0123456789abcdef"
 USER = {"role": "user", "content": "Hello"}
 CHAT = {"messages": [USER], "max_tokens": 2, "temperature": 0}

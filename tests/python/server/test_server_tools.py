@@ -19,6 +19,8 @@ from support.families import ADD, WEATHER, template_path
 from support.recorded import with_a_token_that_calls
 from support.server_support import MODEL, Server, running
 
+pytestmark = pytest.mark.full
+
 USER = {"role": "user", "content": "Will it rain in Oslo?"}
 OPTIONS: dict[str, Any] = {"seed": 3, "max_tokens": 200, "temperature": 0}
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}

@@ -9,6 +9,8 @@ import pytest
 
 from support.server_support import Server, running
 
+pytestmark = pytest.mark.full
+
 PATHS: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "x", "max_tokens": 1},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1},

@@ -14,6 +14,8 @@ from mixedkv_server.watchdog import EXIT_CODE, StepWatch
 from support.patience import PATIENCE, wait_for
 from support.server_support import Server
 
+pytestmark = pytest.mark.full
+
 PROGRAM = Path(__file__).parents[1] / "support" / "children" / "stuck_child.py"
 ASK = {"prompt": "x", "max_tokens": 1}
 

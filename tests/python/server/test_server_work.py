@@ -13,6 +13,8 @@ import pytest
 
 from support.server_support import Server, children, key_file, running
 
+pytestmark = pytest.mark.full
+
 ANNA, MALLORY = "anna-key-0123456789", "mallory-key-01234567"
 LARGE = {"prompt": "hello " * 12_000, "max_tokens": 1, "overflow": "slide"}
 

@@ -19,6 +19,8 @@ from mixedkv_server.http.tenant_bytes import MAX_ANSWER_BYTES, TenantBytes
 from mixedkv_service.keys import Keys
 from support.server_support import key_file
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.core
 def test_a_tenant_has_an_equal_share_whatever_others_hold() -> None:

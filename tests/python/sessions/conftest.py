@@ -14,6 +14,7 @@ from mixedkv.sessions import ContextCacheManager
 from support.remote_servers import redis_server
 from support.session_support import Clock, Entries, opened
 
+REDIS = pytest.param("redis", marks=pytest.mark.needs("redis"))
 _NUMBER = itertools.count()
 
 
@@ -25,14 +26,14 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"unix://{folder / 's'}"
 
 
-@pytest.fixture(params=["sqlite", "sqlite-memory", "redis"])
+@pytest.fixture(params=["sqlite", "sqlite-memory", REDIS])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "redis":
         return f"{request.getfixturevalue('redis_url')}?db={next(_NUMBER) % 16}"
     return "sqlite:" if request.param == "sqlite-memory" else f"sqlite:{tmp_path / 'sessions.sqlite'}"
 
 
-@pytest.fixture(params=["sqlite", "redis"])
+@pytest.fixture(params=["sqlite", REDIS])
 def shared_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Of sessions that several managers or processes have."""
     if request.param == "redis":

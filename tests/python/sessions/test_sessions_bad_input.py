@@ -16,6 +16,8 @@ from mixedkv.sessions import ContextCacheManager, CreateContextCacheRequest
 from mixedkv.sessions.manager import open_metadata
 from mixedkv.sessions.records import CreateCacheResponse, explain
 
+pytestmark = pytest.mark.full
+
 
 def wanted(**values: Any) -> CreateContextCacheRequest:
     return CreateContextCacheRequest(**{"model": "m", "prompt": "Once upon a time", **values})

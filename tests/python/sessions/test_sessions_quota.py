@@ -6,10 +6,14 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager
 from mixedkv.sessions.metadata import Held, Quota
 from mixedkv.sessions.records import CreateCacheResponse
 from support.session_support import Clock, code, created, opened, wanted
+
+pytestmark = pytest.mark.full
 
 _BIG = 10**9
 

@@ -17,6 +17,8 @@ from mixedkv.sessions.records import CreateCacheResponse
 from support.patience import PATIENCE
 from support.session_support import Clock, Entries, code, created, empty, opened, wanted
 
+pytestmark = pytest.mark.full
+
 # --- several at once ---
 
 

@@ -29,6 +29,8 @@ from support import split_support
 from support.patience import PATIENCE, wait_for
 from support.split_support import Running
 
+pytestmark = pytest.mark.full
+
 _GO_ON = ((2, -100.0),)  # the token that ends an answer
 _RECALLS = [make_recall(seed, 20) for seed in range(8)]
 

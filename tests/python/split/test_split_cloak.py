@@ -21,6 +21,8 @@ from mixedkv_split.head import Head
 from support import split_support
 from support.planted import plant
 
+pytestmark = pytest.mark.full
+
 _SEED = 20240607
 _RECALLS = [make_recall(seed, 20) for seed in range(8)]
 
@@ -143,6 +145,7 @@ def _tokens(client: SplitClient, prompt: list[int]) -> list[int]:
         return list(session.generate_tokens(prompt, max_tokens=12, temperature=0))
 
 
+@pytest.mark.by_model
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_norms_behind_a_layer_are_refused_by_name(name: str, tmp_path: Path) -> None:
     model = split_support.write(name, tmp_path)

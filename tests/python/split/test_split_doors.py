@@ -30,6 +30,8 @@ from support import split_support
 from support.certificates import Authority, Certificate
 from support.patience import PATIENCE, wait_for
 
+pytestmark = pytest.mark.full
+
 _KEY = "anna-has-this-key-0"
 Code = grpc.StatusCode
 

@@ -19,6 +19,8 @@ from mixedkv_split.head import Head
 from mixedkv_split.parts import BODY, HEAD, read_part
 from support import split_support, zoo
 
+pytestmark = pytest.mark.full
+
 
 def _tensors(path: Path) -> dict[str, bytes]:
     return {tensor.name: tensor.data.tobytes() for tensor in gguf.GGUFReader(path).tensors}
@@ -67,6 +69,7 @@ def test_files_of_another_version_are_refused_by_number(
         read_part(read_model_file(parts.body), BODY)
 
 
+@pytest.mark.by_model
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -20,6 +20,8 @@ from mixedkv_split.head import Head
 from support import split_support
 from support.split_support import Running
 
+pytestmark = pytest.mark.full
+
 _PROMPT = list(range(3, 60))
 _KEYS = {"anna": "anna-has-this-key-0", "bert": "bert-has-this-key-0"}
 _WIDTH = 64

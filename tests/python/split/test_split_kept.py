@@ -21,6 +21,8 @@ from mixedkv_split.head import Head
 from mixedkv_split.session_key import SessionFile, Unwrapper, new_key, wrap
 from support import split_support
 
+pytestmark = pytest.mark.full
+
 _PROMPT = list(range(3, 103))
 _MORE = [7, 8, 9]
 _N = 12

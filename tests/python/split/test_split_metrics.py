@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry, Counter
 from mixedkv_split.metrics_door import serve_metrics
 from support.patience import PATIENCE
 
+pytestmark = pytest.mark.full
+
 
 def served(client: Callable[[int], Any]) -> Any:
     """What a client returns, which is given the port."""

@@ -14,6 +14,8 @@ from mixedkv_split.client import SplitClient
 from mixedkv_split.head import Head
 from support import split_support
 
+pytestmark = pytest.mark.full
+
 _N_ANSWER = 12
 _PROMPTS = split_support.random_prompts(100)
 

@@ -32,6 +32,8 @@ from support import split_support
 from support.patience import PATIENCE
 from support.split_support import Running
 
+pytestmark = pytest.mark.full
+
 _N_CTX, _SINKS, _WINDOW = 256, 4, 100
 _SLIDE: dict[str, Any] = {"sinks": _SINKS, "window": _WINDOW}
 _GO_ON = ((2, -100.0),)  # the token that ends an answer
@@ -524,6 +526,7 @@ def test_a_memory_that_cannot_move_rows_says_so(
 # --- what it costs ---
 
 
+@pytest.mark.needs("real model")
 @pytest.mark.slow
 @pytest.mark.parametrize("drops", [True, False])
 def test_bytes_of_a_long_answer(real_model: Path, tmp_path: Path, drops: bool) -> None:

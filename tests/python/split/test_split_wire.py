@@ -17,6 +17,8 @@ from mixedkv_split.export import Exported, export
 from mixedkv_split.head import Head
 from support import split_support
 
+pytestmark = pytest.mark.full
+
 _PROMPTS = int(os.environ.get("PROMPTS", "4"))  # of the four kinds of text in turn
 _N_PROMPT, _N_ANSWER = 96, 32
 _PRECISIONS = ("f32", "f16")
@@ -101,6 +103,7 @@ def _beside(parts: Exported, kv: str, precision: str, cases: list[_Case]) -> _Fo
     return _Found(same, float(kld.mean()), float(kld.max()), float(np.concatenate(first).mean()))
 
 
+@pytest.mark.needs("real model")
 @pytest.mark.parametrize("kv", ["f16", "mixed:threshold=32,group=8"])
 @pytest.mark.nightly
 def test_answers_of_a_real_model(halves: tuple[Path, Exported], kv: str) -> None:
@@ -117,6 +120,7 @@ def test_answers_of_a_real_model(halves: tuple[Path, Exported], kv: str) -> None
             assert found.same >= (len(cases) if kv == "f16" else 0.75 * len(cases))
 
 
+@pytest.mark.needs("real model")
 @pytest.mark.slow
 def test_a_cloak_costs_a_real_model_nothing(real_model: Path, tmp_path: Path) -> None:
     cases = _alone(real_model, "f16")

@@ -174,7 +174,7 @@ def test_a_key_file_that_others_may_open_is_refused(tmp_path: Path, mode: int) -
         key_from_file(path)()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.needs("root")
 def test_a_key_file_of_another_user_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "key"
     path.write_bytes(MASTER)

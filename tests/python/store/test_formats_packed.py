@@ -18,6 +18,8 @@ from mixedkv.store import (
     unpack_kv_cache_v2,
 )
 
+pytestmark = pytest.mark.full
+
 ARRAYS = nps.arrays(np.float16, nps.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=5))
 LAYERS = st.lists(st.tuples(ARRAYS, ARRAYS), max_size=4)
 

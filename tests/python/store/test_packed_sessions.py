@@ -25,6 +25,8 @@ from mixedkv.store import (
 from support import split_support, zoo
 from support.divergence import divergence
 
+pytestmark = pytest.mark.full
+
 _FILES = [("packed-v2-session.bin", 2), ("packed-flat-session.bin", 1)]
 
 
@@ -218,6 +220,8 @@ def test_rows_that_nobody_compared_are_not_stored(tmp_path: Path) -> None:
             block_from_packed(packed, made.SESSION, llm, rotary="neox")  # type: ignore[arg-type]
 
 
+@pytest.mark.nightly
+@pytest.mark.needs("real model")
 def test_a_session_of_another_layout_is_refused_on_a_real_model(real_model_q4_1: Path) -> None:
     with _llama(real_model_q4_1, "f16") as llm:
         tokens = llm.tokenize(b"The quick brown fox jumps over the lazy dog, and then it sleeps until noon.")

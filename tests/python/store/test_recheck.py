@@ -16,6 +16,8 @@ from mixedkv.kv.block import KVBlock, LayerRows
 from mixedkv.store import Identity, KVStore
 from support.conversation_support import empty, open_llama
 
+pytestmark = pytest.mark.full
+
 TOKENS = np.array([1, *(40 + (np.arange(180) * 37) % 200)], np.int32)
 
 

@@ -10,6 +10,8 @@ import pytest
 
 from support.patience import PATIENCE
 
+pytestmark = pytest.mark.full
+
 INDEX = """
 import os, sys, time
 from pathlib import Path

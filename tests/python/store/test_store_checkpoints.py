@@ -16,6 +16,8 @@ from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.store import Identity, KVStore, key_from_file
 from support.harness import prompt, rel_rms
 
+pytestmark = pytest.mark.full
+
 TOKENS = prompt(200, seed=5)
 KINDS: list[Any] = [("lfm2", "mixed"), ("mamba", "f16"), ("gemma2", "mixed"), ("llama-64", "mixed")]
 KINDS += [("qwen35", "mixed"), ("qwen2vl", "mixed")]

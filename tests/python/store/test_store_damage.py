@@ -19,6 +19,8 @@ from mixedkv.store.encryption import HEADER
 from mixedkv.store.entry_row import REASONS
 from support.store_support import identity, make_block, put_chain, same, stored_match
 
+pytestmark = pytest.mark.full
+
 WHO = identity()
 TOKENS = list(range(300, 350))
 BLOCK = make_block(TOKENS, kind="q8_0", hot=[0, 1, 48, 49])

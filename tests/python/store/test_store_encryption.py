@@ -15,6 +15,8 @@ from mixedkv.store.index import Index
 from mixedkv.store.lookup import key_context
 from support.store_support import identity, make_block, put_chain, same, stored_match
 
+pytestmark = pytest.mark.full
+
 WHO = identity(tenant="secret-tenant")
 TOKENS = list(range(70_000, 70_100))
 BLOCK = make_block(TOKENS, hot=[1, 2, 3])

@@ -19,6 +19,8 @@ from mixedkv.store import KVStore
 from mixedkv.store.tiers.disk import DiskTier, FullDisk
 from support.store_support import identity, make_block, stored_match
 
+pytestmark = pytest.mark.full
+
 WHO = identity()
 
 
@@ -171,7 +173,7 @@ def test_the_folder_itself_is_nobody_elses_to_write_to(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.needs("root")
 @pytest.mark.parametrize("name", ["lock", "index.sqlite3", "sessions.sqlite3", "entries", "v1", ""])
 def test_nothing_of_another_user_is_used(tmp_path: Path, name: str) -> None:
     root = tmp_path / "kv"
@@ -185,7 +187,7 @@ def test_nothing_of_another_user_is_used(tmp_path: Path, name: str) -> None:
         open_metadata(f"sqlite:{beside(root)}")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.needs("root")
 def test_an_entry_of_another_user_is_not_read(tmp_path: Path) -> None:
     with KVStore(tmp_path) as store:
         store.put(WHO, make_block(list(range(64))))

@@ -25,9 +25,15 @@ from support.patience import PATIENCE, wait_for
 from support.remote_servers import PATIENT, Line, redis_server, redis_url, s3_server, s3_url
 from support.store_support import identity, make_block, put_chain, same, stored_match
 
+pytestmark = pytest.mark.full
+
 WHO = identity()
 TOKENS = list(range(500, 700))
 KEY = b"k" * 32
+
+
+def _of(kind: str, need: str) -> Any:
+    return pytest.param(kind, marks=pytest.mark.needs(need))
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +42,10 @@ def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         yield port
 
 
-@pytest.fixture(params=["redis", "s3", "file"])
+@pytest.fixture(params=[_of("redis", "redis"), _of("s3", "s3"), _of("file", "obstore")])
 def remote(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
     """remote(**options): the URL of an empty server; `port` is of a line to it."""
     if request.param == "file":
-        pytest.importorskip("obstore", reason="the obstore package is not installed")
         folder = request.getfixturevalue("tmp_path_factory").mktemp("shared")
         yield lambda: f"file://{folder}?timeout=20"
         return
@@ -80,7 +85,8 @@ def url(redis_port: int) -> str:
 
 
 def client(port: int) -> Any:
-    redis = pytest.importorskip("redis", reason="the redis package is not installed")
+    import redis
+
     return redis.Redis(port=port)
 
 
@@ -141,6 +147,7 @@ def test_entries_of_many_pieces(
         assert all(same(a, make_block(TOKENS[a.p0 : a.p1], a.p0)) for a in blocks)
 
 
+@pytest.mark.needs("redis")
 def test_a_second_process_restores_the_same_logits(url: str, tmp_path: Path) -> None:
     """From the remote alone: its folder is empty."""
     from support.children.store_child import continue_greedily, open_llama
@@ -182,6 +189,7 @@ def test_a_longer_prefix_is_taken_over_and_a_shorter_is_not(remote: Callable[...
         assert stored_match(other, WHO, [*TOKENS, 1], remote=False).n_tokens == 200
 
 
+@pytest.mark.needs("redis")
 def test_what_it_builds_on_is_sent_again_if_it_is_gone(redis_port: int) -> None:
     url = redis_url(redis_port)
     with open_store(url) as store:
@@ -208,6 +216,7 @@ def test_others_find_nothing(remote: Callable[..., str], change: str) -> None:
         assert one.read(match) is not None
 
 
+@pytest.mark.needs("redis")
 def test_nothing_leaves_in_plain_text(redis_port: int) -> None:
     client(redis_port).flushall()
     write(redis_url(redis_port))
@@ -246,6 +255,7 @@ def test_what_is_evicted_stays_there(remote: Callable[..., str], tmp_path: Path)
         assert stored_match(store, WHO, TOKENS).n_tokens == 200
 
 
+@pytest.mark.needs("redis")
 def test_what_has_no_room_here_is_not_read(url: str, tmp_path: Path) -> None:
     write(url)
     with open_store(url, tmp_path / "small", max_kv_size_gb=make_block(TOKENS).nbytes / 2e9) as small:
@@ -255,6 +265,7 @@ def test_what_has_no_room_here_is_not_read(url: str, tmp_path: Path) -> None:
         assert (stats.bytes_read, stats.misses) == (0, 1)
 
 
+@pytest.mark.needs("redis")
 def test_what_the_old_key_wrapped_is_sent_anew(redis_port: int, tmp_path: Path) -> None:
     """A store that got another key hashes as before, so the old key's entries lie under its names."""
     client(redis_port).flushall()
@@ -320,6 +331,7 @@ def check_damage(port: int, n: int, key: bytes | None) -> None:
     assert n // 4 < found < n  # damage did matter, and not always
 
 
+@pytest.mark.needs("redis")
 @pytest.mark.parametrize(
     ("key", "piece", "n"),
     [(KEY, PIECE, 60), (None, 8192, 60), pytest.param(KEY, PIECE, 1000, marks=pytest.mark.slow)],
@@ -369,6 +381,7 @@ def test_a_bad_line_is_a_miss_and_then_nobody_asks(
         assert "answers again" in caplog.text
 
 
+@pytest.mark.needs("redis")
 def test_a_server_that_dies_and_comes_back(tmp_path: Path) -> None:
     with redis_server(tmp_path) as (server, port):
         store = open_store(redis_url(port, timeout=0.3))
@@ -384,6 +397,7 @@ def test_a_server_that_dies_and_comes_back(tmp_path: Path) -> None:
             assert match is None or match.n_tokens in (100, 200)
 
 
+@pytest.mark.needs("redis")
 def test_what_waits_to_be_sent_is_bounded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -406,6 +420,7 @@ def test_what_waits_to_be_sent_is_bounded(
         assert [open_and_find(port, [i, *TOKENS]) for i in range(20)] == [i < 4 for i in range(20)]
 
 
+@pytest.mark.needs("redis")
 def test_a_full_server_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with redis_server(tmp_path, "--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as (_, port):
         with open_store(redis_url(port)) as store:
@@ -427,6 +442,7 @@ def open_and_find(port: int, tokens: list[int]) -> bool:
         return match is not None and match.n_tokens == len(tokens)
 
 
+@pytest.mark.needs("redis")
 def test_entries_end_with_their_time(redis_port: int) -> None:
     client(redis_port).flushall()
     write(redis_url(redis_port, ttl=100))
@@ -434,6 +450,7 @@ def test_entries_end_with_their_time(redis_port: int) -> None:
     assert all(0 < redis.ttl(name) <= 100 for name in redis.keys("*"))
 
 
+@pytest.mark.needs("redis")
 def test_who_takes_over_the_same_leaves_the_others_file(url: str, tmp_path: Path) -> None:
     """Both give it the same name: who comes second must not remove it."""
     write(url)
@@ -472,6 +489,7 @@ def test_no_more_names_at_once_than_the_server_answers_in_time(
         assert 1 < max(sizes) <= backend.fan
 
 
+@pytest.mark.needs("redis")
 def test_who_may_only_read_reads(redis_port: int, tmp_path: Path) -> None:
     client(redis_port).flushall()
     write(redis_url(redis_port))
@@ -486,6 +504,7 @@ def test_who_may_only_read_reads(redis_port: int, tmp_path: Path) -> None:
         assert (stats.up, stats.refused, stats.failures) == (True, 1, 0)
 
 
+@pytest.mark.needs("redis")
 def test_a_closed_store_misses(redis_port: int) -> None:
     store = open_store(redis_url(redis_port))
     store.close()

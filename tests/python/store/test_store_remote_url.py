@@ -12,6 +12,8 @@ from support.patience import PATIENCE
 from support.remote_servers import PATIENT, free_port, redis_server, redis_url, s3_server, s3_url
 from support.store_support import identity, put_chain, stored_match
 
+pytestmark = pytest.mark.full
+
 WHO = identity()
 TOKENS = list(range(500, 700))
 
@@ -22,6 +24,7 @@ def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
         yield port
 
 
+@pytest.mark.needs("redis", "obstore")
 @pytest.mark.parametrize(
     ("url", "message"),
     [
@@ -43,11 +46,11 @@ def redis_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     ],
 )
 def test_a_wrong_url(url: str, message: str, redis_port: int) -> None:
-    pytest.importorskip("obstore", reason="the obstore package is not installed")
     with pytest.raises(ValueError, match=message):
         KVStore(None, remote=url.replace("PORT", str(redis_port)))
 
 
+@pytest.mark.needs("redis")
 def test_a_socket(tmp_path: Path) -> None:
     path = tmp_path / "redis.sock"
     with (
@@ -61,6 +64,7 @@ def test_a_socket(tmp_path: Path) -> None:
         assert remote.url == f"unix://{path}"
 
 
+@pytest.mark.needs("redis")
 def test_a_password(tmp_path: Path) -> None:
     with redis_server(tmp_path, "--requirepass", "secret") as (_, port):
         for user in ("", ":wrong@"):
@@ -74,11 +78,13 @@ def test_a_password(tmp_path: Path) -> None:
             assert "secret" not in str(store.stats().remote)
 
 
+@pytest.mark.needs("s3")
 def test_no_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     with s3_server(monkeypatch) as port, pytest.raises(ValueError, match="no such bucket"):
         KVStore(None, remote=s3_url(port, "nobodys", **PATIENT))
 
 
+@pytest.mark.needs("s3")
 def test_wrong_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
     import httpx
 
@@ -92,11 +98,11 @@ def test_wrong_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
             httpx.post(f"http://127.0.0.1:{port}/moto-api/reset-auth", content=b"inf", timeout=PATIENCE)
 
 
+@pytest.mark.needs("obstore")
 @pytest.mark.parametrize("scheme", ["redis", "s3"])
 def test_a_server_that_is_gone_at_the_start(
     scheme: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("obstore", reason="the obstore package is not installed")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
     port = free_port()

@@ -12,6 +12,8 @@ from mixedkv.store import KVStore
 from support.children.store_child import open_llama
 from support.store_support import identity, make_block, stored_match
 
+pytestmark = pytest.mark.full
+
 WHO = identity()
 SYSTEM = list(range(40))
 CHAT_A, CHAT_B = [*SYSTEM, 100, 101], [*SYSTEM, 200, 201]

@@ -11,6 +11,8 @@ from mixedkv.store import KVStore, Share
 from mixedkv.store.entries import TooLargeError
 from support.store_support import identity, make_block, put_chain
 
+pytestmark = pytest.mark.full
+
 ANNA, BEN = identity(tenant="anna"), identity(tenant="ben")
 
 

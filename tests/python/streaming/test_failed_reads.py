@@ -18,6 +18,8 @@ from mixedkv.errors import ModelReadError
 from support import zoo
 from support.harness import prompt
 
+pytestmark = pytest.mark.full
+
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
 
 TEXT = prompt(200, seed=41)
@@ -41,6 +43,7 @@ def shift(llm: Llama) -> None:
     llm.kv.shift(0, 24, -1, -20)
 
 
+@pytest.mark.by_model
 @pytest.mark.parametrize("kv", KVS)
 @pytest.mark.parametrize(
     ("name", "moves"), [("gemma4", False), ("gemma4", True), ("lfm2", False), ("nemotron-h", False)]

@@ -13,6 +13,8 @@ from mixedkv.streaming import streaming
 from mixedkv.streaming.layer_choice import LayerSizes, choose_layers, parse_layers
 from support.tools.random_model import RandomModel
 
+pytestmark = pytest.mark.full
+
 SIZES = LayerSizes((100,) * 12, 50, frozenset({"attn_q"}))
 ALL = 50 + 12 * 100
 

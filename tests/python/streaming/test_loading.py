@@ -23,6 +23,8 @@ from mixedkv_server.settings import ServerSettings
 from support.patience import PATIENCE, wait_for
 from support.tools.random_model import RandomModel
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

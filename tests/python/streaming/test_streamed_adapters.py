@@ -10,6 +10,8 @@ from mixedkv.bundled import model_path
 from support.adapters import write_adapter
 from support.server_support import MODEL, Server, running
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -26,6 +26,8 @@ from mixedkv.model.gguf_file import read_model_file
 from support import TESTS
 from support.tools.random_model import RandomModel
 
+pytestmark = pytest.mark.full
+
 N_LAYER = 6
 PROMPT = list(range(3, 43))
 OPTIONS: dict[str, Any] = {"n_ctx": 256, "n_batch": 32, "n_ubatch": 32, "n_threads": 1, "n_threads_batch": 1}
@@ -271,15 +273,13 @@ def _interrupted_within(llm: Llama) -> bool:
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
     """Put before the system's, it fails where it is told to."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler")
     source, library = tmp_path / "fail.c", tmp_path / "fail.so"
     source.write_text(_FAILING)
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     return library
 
 
+@pytest.mark.needs("C compiler")
 def test_a_disk_error_is_named(model: Path, library: Path) -> None:
     child = _child(model, "errors", LD_PRELOAD=str(library))
     out, err = child.communicate("go\n", timeout=300)

@@ -19,6 +19,8 @@ from mixedkv.streaming import streaming
 from mixedkv.streaming.layer_choice import LayerSizes
 from support import zoo
 
+pytestmark = [pytest.mark.full, pytest.mark.by_model]
+
 TOKENS = list(range(3, 35))
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
-import pytest
-
 CHROMIUM = shutil.which("chromium")
 PHONE = {"width": 360, "height": 740}
 OVERFLOWS = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
@@ -31,9 +29,6 @@ CONTRASTS = r"""() => {
             return [e.textContent.trim().slice(0, 40), (a + 0.05) / (b + 0.05)];
         });
 }"""
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None, reason="needs the program chromium (Debian's package chromium)"
-)
 
 
 def launch(driver: Any) -> Any:

@@ -23,10 +23,8 @@ PATIENT: dict[str, object] = {"timeout": 20}  # of tests that are not about it: 
 @contextmanager
 def redis_server(folder: Path, *options: str, port: int = 0) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     """A server that keeps nothing, and its port."""
-    pytest.importorskip("redis", reason="the redis package is not installed")
     program = shutil.which("valkey-server") or shutil.which("redis-server")
-    if program is None:
-        pytest.skip("no redis-server on the path: apt-get install redis-server")
+    assert program, 'no redis-server on the path: a test that needs it has pytest.mark.needs("redis")'
     port = port or free_port()
     command = [program, "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(folder)]
     server = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL)
@@ -42,13 +40,12 @@ def redis_server(folder: Path, *options: str, port: int = 0) -> Iterator[tuple[s
 @contextmanager
 def s3_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """The port of a server with one bucket, which takes any credentials."""
-    pytest.importorskip("obstore", reason="the obstore package is not installed")
-    moto = pytest.importorskip("moto.server", reason="moto[s3] and flask are not installed")
     import httpx
+    from moto.server import ThreadedMotoServer
 
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "testing")
-    server = moto.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     try:
         _, port = server.get_host_and_port()

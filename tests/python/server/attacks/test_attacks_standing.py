@@ -18,6 +18,8 @@ from support.hostile_clients import attacks_in_one_request
 from support.raw_http import CHAT
 from support.server_support import Server
 
+pytestmark = pytest.mark.full
+
 _TEXT, _CHAT = "/v1/completions", "/v1/chat/completions"
 _OPTIONS = ("--n-ctx", "4096", "--parallel", "4", "--embeddings", "--request-timeout", "20")
 
