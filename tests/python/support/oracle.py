@@ -163,13 +163,14 @@ def stored(x: np.ndarray, kind: str, fused: bool = False) -> np.ndarray:
     )
 
 
-def on_a_step(x: np.ndarray, fused: bool, margin: float = 1e-4) -> bool:
-    """Whether an element lies within `margin` steps of where Q4_0 changes its level."""
+def on_a_step(x: np.ndarray, kind: str, fused: bool, margin: float = 1e-4) -> bool:
+    """Whether an element lies within `margin` steps of where Q4_0 or Q5_0 changes its level."""
     blocks = x.reshape(-1, 32)
     if fused:
-        return bool(least_error(blocks.astype(np.float32), "q4_0", margin)[1].any())
+        return bool(least_error(blocks.astype(np.float32), kind, margin)[1].any())
     top = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1, keepdims=True), axis=1)
-    level = blocks / (top / -8) + 8.5
+    middle = INTEGERS[kind][0] + 1
+    level = blocks / (top / -middle) + middle + 0.5
     return bool((np.abs(level - np.round(level)) < margin).any())
 
 
@@ -318,13 +319,15 @@ class Oracle:
             logits = cap * np.tanh(logits / cap)  # type: ignore[operator]
         return logits
 
-    # --- tokens whose rows F32 rounding cannot move to another step of Q4_0 ---
+    # --- tokens whose rows F32 rounding cannot move to another step of Q4_0 or Q5_0 ---
 
     def safe(self, tokens: Sequence[int], positions: Sequence[int]) -> list[int]:
         """The tokens; one whose row has an element next to a step is exchanged for the next that has none."""
         out = []
         for token, pos in zip(tokens, positions, strict=True):
-            while any(on_a_step(x, self.fused) for x, kind in self._unrounded(token, pos) if kind == "q4_0"):
+            while any(
+                on_a_step(x, kind, self.fused) for x, kind in self._unrounded(token, pos) if kind in INTEGERS
+            ):
                 token = 3 + (token - 2) % 256
             out.append(token)
         return out
