@@ -16,7 +16,7 @@ static std::vector<llama_kv_cache_mixed *> get_mixed(llama_context & ctx) {
     std::vector<llama_kv_cache_mixed *> res;
 
     for (llama_kv_cache * kv : llama_kv_mixed_caches(ctx.get_memory())) {
-        if (auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv); mixed && mixed->is_fused() && !mixed->has_device_nodes()) {
+        if (auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv); mixed && mixed->get_readers().is_fused() && !mixed->get_readers().has_device_nodes()) {
             res.push_back(mixed);
         }
     }

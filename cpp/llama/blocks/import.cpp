@@ -377,7 +377,7 @@ static placement make_place(
     for (uint32_t i = 0; i < group.n_layers; ++i) {
         const auto & rows   = group.layers[i];
         const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
-        if (rows.equalization != 0 && rows.equalization != (mixed ? mixed->get_scales_id(rows.il) : 0)) {
+        if (rows.equalization != 0 && rows.equalization != (mixed ? mixed->get_basis().get_scales_id(rows.il) : 0)) {
             res.scales[rows.il] = llama_kv_make_scales(ctx.get_model(), rows.il);
         }
     }

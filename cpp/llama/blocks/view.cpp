@@ -31,7 +31,7 @@ bool llama_kv_rows_has_layer(const llama_kv_cache & kv, int32_t il) {
 
 const llama_kv_scales * llama_kv_rows_scales(const llama_kv_cache & kv, int32_t il) {
     const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
-    return mixed ? mixed->get_scales(il) : nullptr;
+    return mixed ? mixed->get_basis().get_scales(il) : nullptr;
 }
 
 std::vector<mixedkv_layer_info> llama_kv_rows_layers(const llama_kv_cache & kv, const llama_hparams & hparams) {
@@ -44,8 +44,8 @@ std::vector<mixedkv_layer_info> llama_kv_rows_layers(const llama_kv_cache & kv, 
 
         info.il            = layer.il;
         info.mixed         = mixed && mixed->is_mixed();
-        info.fused         = mixed && mixed->is_fused(layer.il);
-        info.on_device     = mixed && mixed->is_on_device(layer.il);
+        info.fused         = mixed && mixed->get_readers().is_fused(layer.il);
+        info.on_device     = mixed && mixed->get_readers().is_on_device(layer.il);
         info.n_head_kv     = hparams.n_head_kv(layer.il);
         info.n_embd_head_k = hparams.n_embd_head_k(layer.il);
         info.n_embd_head_v = layer.v ? hparams.n_embd_head_v(layer.il) : 0; // MLA: keys only
@@ -54,7 +54,7 @@ std::vector<mixedkv_layer_info> llama_kv_rows_layers(const llama_kv_cache & kv, 
         info.type_v        = layer.v ? layer.v->type : layer.k->type;
         info.rotation_k    = llama_kv_rows_rotation(kv, true);
         info.rotation_v    = layer.v ? llama_kv_rows_rotation(kv, false) : 0;
-        info.equalization  = mixed ? mixed->get_scales_id(layer.il) : 0;
+        info.equalization  = mixed ? mixed->get_basis().get_scales_id(layer.il) : 0;
         info.bytes_cold    = ggml_nbytes(layer.k) + (layer.v ? ggml_nbytes(layer.v) : 0);
         info.bytes_hot     = mixed ? mixed->get_hot().get_bytes(layer.il) : 0;
         info.n_swa         = kv_access::get_n_swa(kv);

@@ -57,6 +57,11 @@ public:
 private:
     llama_kv_cache_mixed * kv_mixed;
 
+    // what it is composed of
+    llama_kv_hot_rows &            hot;
+    llama_kv_row_basis &           basis;
+    const llama_kv_layer_readers & readers;
+
     // the rows of the ubatch in one KV cache layer
     struct cur_rows {
         ggml_tensor * k = nullptr; // [n_embd_head, n_head_kv, n_tokens] in F16; fused or gathered: as the model gives it
@@ -118,8 +123,10 @@ private:
                   float   kq_scale,
                     int   il) const;
 
-    // who computes the nodes of a layer, and with what
-    void set_device(llama_kv_node & node, int32_t il) const;
+    // of a layer: it knows the rows and the basis that this graph stores and reads them in
+    llama_kv_node & get_node(int32_t il) const;
+
+    // that computes the nodes of a layer
     ggml_backend_t find_backend(const llm_graph_context & graph, int32_t il) const;
 
     // one node for the rows of the ubatch; v_cur nullptr: a latent layer

@@ -9,7 +9,7 @@
 static constexpr ggml_fp16_t F16_NEG_INF = 0xFC00;
 
 void llama_kv_cache_mixed_context::set_input_kq_mask(ggml_tensor * dst, const llama_ubatch * ubatch, bool causal_attn) const {
-    if (!kv_mixed->get_hot().has_rows()) {
+    if (!hot.has_rows()) {
         llama_kv_cache_context::set_input_kq_mask(dst, ubatch, causal_attn);
         order_keys(dst, *ubatch);
         return;
@@ -42,10 +42,10 @@ void llama_kv_cache_mixed_context::set_input_kq_mask(ggml_tensor * dst, const ll
 // For each visible pair exactly one column stays open: the hot one where there is an F16 row, the cold one otherwise.
 void llama_kv_cache_mixed_context::route_hot(ggml_tensor * mask, const llama_ubatch & ubatch) const {
     const auto & sinfo  = sinfos[i_cur];
-    const auto & window = kv_mixed->get_hot().get_slots().get_window();
+    const auto & window = hot.get_slots().get_window();
 
     const int64_t n_kv   = get_n_kv();
-    const int64_t n_ring = kv_mixed->get_hot().get_n_rows();
+    const int64_t n_ring = hot.get_n_rows();
     const int64_t n_tps  = sinfo.size();
 
     for (uint32_t s = 0; s < sinfo.n_stream(); ++s) {
@@ -135,29 +135,29 @@ void llama_kv_cache_mixed_context::order_keys(const ggml_tensor * mask, const ll
     const auto & sinfo  = sinfos[i_cur];
     auto &       orders = kv_mixed->get_orders();
 
-    orders.resize(kv_mixed->has_cpu_nodes() ? sinfo.n_stream() : 0);
+    orders.resize(readers.has_cpu_nodes() ? sinfo.n_stream() : 0);
 
-    const bool    has_hot  = kv_mixed->get_hot().has_rows();
+    const bool    has_hot  = hot.has_rows();
     const bool    is_plain = !kv_mixed->get_all_pages().empty(); // pages are left out of rows as they lie
     const int64_t n_kv     = get_n_kv();
-    const int64_t n_ring   = kv_mixed->get_hot().get_n_rows();
+    const int64_t n_ring   = hot.get_n_rows();
     const int64_t n_tps    = sinfo.size();
 
     for (uint32_t s = 0; s < orders.size(); ++s) {
         const auto & cells = kv_mixed->get_stream_cells(sinfo.strm[s]);
         auto &       order = orders[s];
 
-        const step_readers readers(ubatch, s*n_tps, n_tps);
+        const step_readers sequences(ubatch, s*n_tps, n_tps);
 
-        order.begin(is_plain ? n_kv : 0, { int32_t(n_kv), int32_t(n_kv + n_ring) }, readers.of_token);
+        order.begin(is_plain ? n_kv : 0, { int32_t(n_kv), int32_t(n_kv + n_ring) }, sequences.of_token);
         if (!is_plain) {
-            add_cold(order, readers, cells, n_kv, kv_mixed->get_first_read(readers.first_pos));
+            add_cold(order, sequences, cells, n_kv, kv_mixed->get_first_read(sequences.first_pos));
             order.arrange(kv_mixed->get_cold_splits());
         }
         if (has_hot) {
             const auto & owners = step->hot.owners[s];
             const auto   add    = [&](int64_t cell, llama_pos pos, int64_t column) {
-                readers.add_to(order, cells.seq_get_all(cell), { pos, int32_t(n_kv + column), 1, false });
+                sequences.add_to(order, cells.seq_get_all(cell), { pos, int32_t(n_kv + column), 1, false });
             };
             for (size_t slot = 0; slot < owners.size(); ++slot) {
                 const int64_t cell = owners[slot];

@@ -11,7 +11,7 @@ void llama_kv_cache_mixed::make_pages() {
     if (!config.mixed || config.sparse_error == 0.0f) {
         return;
     }
-    if (!is_fused() || has_device_nodes()) {
+    if (!readers.is_fused() || readers.has_device_nodes()) {
         throw std::runtime_error("sparse needs the KV cache in CPU memory, where the fused attention reads it: set offload_kqv = false, "
                 "or leave sparse out");
     }

@@ -160,7 +160,7 @@ ggml_cgraph * llama_kv_cache_mixed::build_graph_shift(llm_graph_result * res, ll
 
     auto inp = find_moved(res->get_ctx());
 
-    const shift_graph graph = { res->get_ctx(), res->get_gf(), lctx->get_cparams(), get_latent_rot() ? get_latent_rot() : inp->k_rot };
+    const shift_graph graph = { res->get_ctx(), res->get_gf(), lctx->get_cparams(), basis.get_latent_rot() ? basis.get_latent_rot() : inp->k_rot };
 
     for (const auto & layer : layers) {
         if (!hparams.has_rope(layer.il)) {

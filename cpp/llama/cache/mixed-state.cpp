@@ -84,7 +84,7 @@ void llama_kv_cache_mixed::hot_write(llama_io_write_i & io, llama_seq_id seq_id)
     write_u32(HOT_STATE_VERSION);
     write_u32(layers.size());
     for (const auto & layer : layers) {
-        write_u32(get_scales_id(layer.il));
+        write_u32(basis.get_scales_id(layer.il));
     }
 
     for (uint32_t strm = 0; strm < n_stream; ++strm) {
@@ -104,7 +104,7 @@ void llama_kv_cache_mixed::hot_read(llama_io_read_i & io, llama_seq_id seq_id, c
     }
 
     for (const auto & layer : layers) {
-        if (read_u32() != get_scales_id(layer.il)) {
+        if (read_u32() != basis.get_scales_id(layer.il)) {
             throw std::runtime_error("failed to restore the KV cache: its keys were saved with other scales: evaluate its tokens anew");
         }
     }

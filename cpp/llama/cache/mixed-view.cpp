@@ -86,29 +86,29 @@ void llama_kv_cache_mixed_context::pin_gathered(const llm_graph_context & graph,
 
 ggml_tensor * llama_kv_cache_mixed_context::get_k(ggml_context * ctx, int32_t il) const {
     ggml_tensor * cold    = llama_kv_cache_context::get_k(ctx, il);
-    ggml_tensor * subtracted_bias = state.angles.cells && !kv_mixed->is_fused(il) ? kv_mixed->build_subtracted_bias(ctx, state.angles.cells, il) : nullptr;
+    ggml_tensor * subtracted_bias = state.angles.cells && !readers.is_fused(il) ? basis.build_subtracted_bias(ctx, state.angles.cells, il) : nullptr;
 
-    if (kv_mixed->is_fused(il) || (!kv_mixed->get_hot().has_rows() && !subtracted_bias)) {
+    if (readers.is_fused(il) || (!hot.has_rows() && !subtracted_bias)) {
         return cold;
     }
-    if (kv_mixed->gathers_k(il)) {
-        return gather_rows(ctx, cold, kv_mixed->get_hot().get_k(ctx, il, sinfos[i_cur]), get_cur(il).k);
+    if (readers.gathers_k(il)) {
+        return gather_rows(ctx, cold, hot.get_k(ctx, il, sinfos[i_cur]), get_cur(il).k);
     }
 
     cold = cast_rows(ctx, cold, subtracted_bias);
 
-    return kv_mixed->get_hot().has_rows() ? merge(ctx, cold, kv_mixed->get_hot().get_k(ctx, il, sinfos[i_cur]), get_cur(il).k) : cold;
+    return hot.has_rows() ? merge(ctx, cold, hot.get_k(ctx, il, sinfos[i_cur]), get_cur(il).k) : cold;
 }
 
 ggml_tensor * llama_kv_cache_mixed_context::get_v(ggml_context * ctx, int32_t il) const {
     ggml_tensor * cold = llama_kv_cache_context::get_v(ctx, il);
 
-    if (!kv_mixed->get_hot().has_rows() || kv_mixed->is_fused(il)) {
+    if (!hot.has_rows() || readers.is_fused(il)) {
         return cold;
     }
-    if (kv_mixed->gathers_v(il)) {
-        return gather_rows(ctx, cold, kv_mixed->get_hot().get_v(ctx, il, sinfos[i_cur]), get_cur(il).v);
+    if (readers.gathers_v(il)) {
+        return gather_rows(ctx, cold, hot.get_v(ctx, il, sinfos[i_cur]), get_cur(il).v);
     }
 
-    return merge(ctx, cast_rows(ctx, cold, nullptr), kv_mixed->get_hot().get_v(ctx, il, sinfos[i_cur]), get_cur(il).v);
+    return merge(ctx, cast_rows(ctx, cold, nullptr), hot.get_v(ctx, il, sinfos[i_cur]), get_cur(il).v);
 }

@@ -1,17 +1,14 @@
 #include "cache/mixed.h"
-#include "rows/access.h"
-#include "rows/convert.h"
-
-#include "llama-context.h"
-#include "llama-impl.h"
 #include "graph/guard.h"
+#include "rows/access.h"
+
+#include "llama-impl.h"
 #include "llama-model.h"
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
-#include <utility>
 
 //
 // llama_kv_cache_mixed
@@ -29,12 +26,6 @@ static int forced_rounding() {
     return bits[0] == '8' ? 8 : 16;
 }
 
-// For tests: K as the model makes it
-static bool is_equalized() {
-    const char * equalize = std::getenv("MIXEDKV_EQUALIZE");
-    return !equalize || strcmp(equalize, "0") != 0;
-}
-
 void llama_kv_cache_mixed::set_up() {
     // llama_kv_mixed_admit has refused these with a better message; they would break the assumptions below
     if (v_trans || other) {
@@ -43,28 +34,22 @@ void llama_kv_cache_mixed::set_up() {
 
     llama_kv_guard_rotation(*this);
 
-    last_reader.assign(layers.size(), -1);
-    for (const auto & [il, ikv] : map_layer_ids) {
-        last_reader[ikv] = std::max(last_reader[ikv], il);
+    // who changes rows to it: the graph, or nodes, which on a device read tensors
+    if (!readers.is_fused()) {
+        basis.alloc_for_graph();
+    } else if (readers.has_device_nodes()) {
+        basis.alloc_scales();
     }
-
-    make_latent_rot();
-
-    choose_readers();
 
     if (config.mixed) {
         scratch.rounding = forced_rounding();
-    }
-
-    if (config.mixed && is_equalized()) {
-        make_scales();
     }
     make_pages();
 
     uint32_t n_views = 0;
     for (const auto & layer : layers) {
-        if (hot.has_rows() && !is_fused(layer.il)) {
-            llama_kv_guard_flash(get_device(layer.il), hparams, layer.il);
+        if (hot.has_rows() && !readers.is_fused(layer.il)) {
+            llama_kv_guard_flash(readers.get_device(layer.il), hparams, layer.il);
             ++n_views;
         }
     }
@@ -74,142 +59,16 @@ void llama_kv_cache_mixed::set_up() {
     }
 }
 
-void llama_kv_cache_mixed::choose_readers() {
-    for (const auto & layer : layers) {
-        const bool host = ggml_backend_buft_is_host(ggml_backend_buffer_get_type(layer.k->buffer));
-
-        on_device.push_back(!host && config.attention != MIXEDKV_ATTENTION_MERGED && layer.v && llama_kv_node_runs_on(get_device(layer.il),
-                layer.k->type, layer.v->type, hparams.n_embd_head_k(layer.il), hparams.n_embd_head_v(layer.il),
-                hparams.n_head(layer.il), hparams.n_head_kv(layer.il)));
-        fused.push_back(on_device.back() || (host && config.attention != MIXEDKV_ATTENTION_MERGED));
-
-        const auto rows = llama_kv_tensors(layer.k, layer.v);
-        is_gathered.push_back(std::all_of(rows.begin(), rows.end(), [&](ggml_tensor * t) {
-            return llama_kv_gathers_f16(get_device(layer.il), t);
-        }));
-
-        require_fused(layer.il);
-    }
-}
-
-void llama_kv_cache_mixed::require_fused(int32_t il) const {
-    if (config.attention == MIXEDKV_ATTENTION_FUSED && !is_fused(il)) {
-        throw std::runtime_error("attention 'fused' needs the KV cache in CPU memory, or on a CUDA device that has kernels for its heads "
-                "and types and no biases of K, but layer " + std::to_string(il) + " has it elsewhere: use attention 'merged', or "
-                "offload_kqv = false");
-    }
-}
-
-bool llama_kv_cache_mixed::has_cpu_nodes() const {
-    for (size_t ikv = 0; ikv < fused.size(); ++ikv) {
-        if (fused[ikv] && !on_device[ikv]) {
-            return true;
-        }
-    }
-    return false;
-}
-
-void llama_kv_cache_mixed::make_latent_rot() {
-    constexpr int64_t edge = 64;
-
-    const auto fits = [&](const auto & layer) {
-        return !layer.v && hparams.n_embd_head_k(layer.il) % edge == 0 && hparams.n_embd_head_v(layer.il) % edge == 0;
-    };
-    if (!config.mixed || !ggml_is_quantized(type_k()) || layers.empty() || !std::all_of(layers.begin(), layers.end(), fits)) {
-        return;
-    }
-
-    latent_ctx.reset(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
-    latent_rot = ggml_new_tensor_2d(latent_ctx.get(), GGML_TYPE_F32, edge, edge);
-    latent_buf.reset(ggml_backend_alloc_ctx_tensors_from_buft(latent_ctx.get(), ggml_backend_buffer_get_type(layers[0].k->buffer)));
-    if (!latent_buf) {
-        throw std::runtime_error("failed to allocate the rotation of the KV cache");
-    }
-
-    std::vector<float> matrix(edge*edge);
-    for (int64_t i = 0; i < edge; ++i) {
-        matrix[i*edge + i] = 1.0f;
-        llama_kv_rows_rotate(matrix.data() + i*edge, edge, edge);
-    }
-    ggml_backend_tensor_set(latent_rot, matrix.data(), 0, ggml_nbytes(latent_rot));
-}
-
-void llama_kv_cache_mixed::make_scales() {
-    std::vector<ggml_backend_buffer_type_t> bufts;
-    std::vector<uint32_t>                   n_embd_head;
-
-    for (const auto & layer : layers) {
-        bufts.push_back(ggml_backend_buffer_get_type(layer.k->buffer));
-        n_embd_head.push_back(hparams.n_embd_head_k(layer.il));
-        equalizer.add(llama_kv_make_scales(model, layer.il), bufts.back());
-    }
-
-    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-        angles.add(model, layers[ikv].il, equalizer.get(ikv));
-    }
-    angles.alloc(get_size(), n_stream);
-
-    // kernels of devices add no biases to K
-    for (size_t ikv = 0; ikv < layers.size(); ++ikv) {
-        if (on_device[ikv] && get_pairs(layers[ikv].il)) {
-            on_device[ikv] = fused[ikv] = false;
-            require_fused(layers[ikv].il);
-        }
-    }
-
-    if (is_fused()) {
-        if (has_device_nodes()) {
-            equalizer.alloc(n_embd_head);
-        }
-        return;
-    }
-
-    // the graph scales and rotates for all layers, also for those whose node would look for biases in Q as it was
-    for (const auto & [il, ikv] : map_layer_ids) {
-        fused[ikv] = fused[ikv] && !get_pairs(il);
-    }
-    equalizer.alloc(n_embd_head);
-    angles.alloc_tensors(bufts, n_embd_head, kv_access::get_rot(*this, true));
-}
-
 int64_t llama_kv_rows_rotation(const llama_kv_cache & kv, bool is_k) {
     const auto * mixed = dynamic_cast<const llama_kv_cache_mixed *>(&kv);
-    const auto * rot   = mixed && is_k ? mixed->get_latent_rot() : nullptr;
+    const auto * rot   = mixed && is_k ? mixed->get_basis().get_latent_rot() : nullptr;
 
     return rot ? rot->ne[0] : kv_access::get_rot(kv, is_k);
 }
 
-const std::vector<mixedkv::attention_pair> * llama_kv_cache_mixed::get_pairs(int32_t il) const {
-    const auto * pairs = angles.empty() ? nullptr : &angles.get(map_layer_ids.at(il));
-    return pairs && !pairs->empty() ? pairs : nullptr;
-}
-
-void llama_kv_cache_mixed::update_angles(const slot_info & sinfo) {
-    angles_s0 = sinfo.s0;
-    for (uint32_t s = 0; s < sinfo.n_stream() && !angles.empty(); ++s) {
-        angles.update(model, lctx->get_cparams(), sinfo.strm[s], v_cells[sinfo.strm[s]]);
-    }
-}
-
-void llama_kv_cache_mixed::set_input_angles(ggml_tensor * cur, ggml_tensor * cells, const llama_ubatch & ubatch) {
-    std::vector<float> data(ggml_nelements(cur));
-    for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
-        angles.get_position(ubatch.pos[i], data.data() + i*cur->ne[0]);
-    }
-    ggml_backend_tensor_set(cur, data.data(), 0, ggml_nbytes(cur));
-
-    angles.get_cells(angles_s0, cells);
-}
-
-ggml_tensor * llama_kv_cache_mixed::build_subtracted_bias(ggml_context * ctx, ggml_tensor * angles, int32_t il) const {
-    ggml_tensor * res = get_pairs(il) ? this->angles.build_subtracted_bias(ctx, map_layer_ids.at(il), angles) : nullptr;
-
-    return res ? ggml_reshape_4d(ctx, res, hparams.n_embd_head_k(il), hparams.n_head_kv(il), angles->ne[1], angles->ne[2]) : nullptr;
-}
-
 llama_memory_context_ptr llama_kv_cache_mixed::init_update(llama_context * lctx, bool optimize) {
-    this->lctx = lctx;
     hot.set_context(lctx);
+    basis.set_context(lctx);
 
     return llama_kv_cache::init_update(lctx, optimize);
 }
@@ -370,28 +229,12 @@ std::string llama_kv_cache_mixed::window_problem(mixedkv::hot_window value) cons
 
 void llama_kv_cache_mixed::make_room(const mixedkv::hot_window & value) {
     // A graph with the rows of before is not run again: its mask has another size, where masks are padded too.
-    hot.make_room(value, pads_mask() ? n_pad_view : 1);
+    hot.make_room(value, readers.pads_mask() ? n_pad_view : 1);
 }
 
 //
 // graph
 //
-
-bool llama_kv_cache_mixed::is_fused(int32_t il) const {
-    return fused[map_layer_ids.at(il)];
-}
-
-ggml_backend_dev_t llama_kv_cache_mixed::get_device(int32_t il) const {
-    return ggml_backend_buft_get_device(ggml_backend_buffer_get_type(layers[map_layer_ids.at(il)].k->buffer));
-}
-
-int32_t llama_kv_cache_mixed::get_layer_id(int32_t il) const {
-    return layers[map_layer_ids.at(il)].il;
-}
-
-bool llama_kv_cache_mixed::is_last_reader(int32_t il) const {
-    return last_reader[map_layer_ids.at(il)] == il;
-}
 
 llama_kv_node & llama_kv_cache_mixed::get_node(int32_t il) {
     return nodes.try_emplace(il, llama_kv_node{ scratch }).first->second;
@@ -434,13 +277,6 @@ void llama_kv_cache_mixed::set_runs(const llama_ubatch & ubatch, uint32_t n_stre
     }
 }
 
-void llama_kv_cache_mixed::scale_qk(ggml_context * ctx, ggml_tensor *& q, ggml_tensor *& k, int32_t il) const {
-    if (get_scales(il)) {
-        q = equalizer.scale_q(ctx, q, map_layer_ids.at(il));
-        k = k ? equalizer.scale_k(ctx, k, map_layer_ids.at(il)) : nullptr;
-    }
-}
-
 //
 // statistics
 //
@@ -469,12 +305,12 @@ size_t llama_kv_cache_mixed::get_view_bytes() const {
     size_t res = 0;
 
     for (size_t ikv = 0; hot.has_rows() && ikv < layers.size(); ++ikv) {
-        if (!fused[ikv]) {
+        if (!readers.is_fused(layers[ikv].il)) {
             // F16 rows of K and V; where they are not gathered V's are F32 before, and K's were
             const size_t n_rows = GGML_PAD(get_size() + hot.get_n_rows(), n_pad_view)*n_stream;
             const size_t k      = layers[ikv].k->ne[0]*sizeof(ggml_fp16_t);
             const size_t v      = layers[ikv].v ? layers[ikv].v->ne[0]*sizeof(ggml_fp16_t) : 0;
-            res = std::max(res, n_rows*(gathers_k(layers[ikv].il) ? k + v : std::max(3*k, k + 3*v)));
+            res = std::max(res, n_rows*(readers.gathers_k(layers[ikv].il) ? k + v : std::max(3*k, k + 3*v)));
         }
     }
 

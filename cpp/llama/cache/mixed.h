@@ -1,7 +1,8 @@
 #pragma once
 
 // A KV cache of mixed precision: upstream's cache of a quantised type is the cold store and holds every token;
-// recent tokens and attention sinks have an F16 copy besides, in the hot rows, which the cache composes (cache/hot-rows.h).
+// recent tokens and attention sinks have an F16 copy besides, in the hot rows. The cache composes these (cache/hot-rows.h), the basis
+// that rows are stored in (rows/row-basis.h), and which node reads each layer's (cache/layer-readers.h).
 //
 // Who calls it: upstream, through hooks/hooks.h and the methods of llama_kv_cache and llama_kv_cache_context that
 // vendor/patches makes virtual; its own context at each step; the C API and blocks of rows between steps, while they hold the
@@ -11,13 +12,12 @@
 
 #include "llama-kv-cache.h"
 #include "cache/hot-rows.h"
+#include "cache/layer-readers.h"
 #include "cache/placement.h"
 #include "graph/node.h"
 #include "graph/key-sketches.h"
-#include "rows/equalize.h"
-#include "rows/rope-angles.h"
+#include "rows/row-basis.h"
 
-#include <algorithm>
 #include <map>
 #include <string>
 #include <vector>
@@ -28,14 +28,15 @@
 // - A sequence operation is the base's first: hot rows look at cells as they are after it.
 // - A cell is in one state for all layers: it has hot rows in all of them, or in none.
 // - A ubatch whose graph has not ended well leaves cells, hot rows and pages as they were: begin_step, roll_back.
-// - Keys of the cold store and of hot rows are in the same basis, but for the bias subtracted from cold rows (llama_kv_rope_angles).
+// - Keys of the cold store and of hot rows are in the same basis, but for the bias subtracted from cold rows (llama_kv_row_basis).
 // - What graphs point to (nodes, scratch, tensors) lives as long as the cache; only make_room() makes other tensors.
 class llama_kv_cache_mixed : public llama_kv_cache {
 public:
     // the arguments of llama_kv_cache, after the configuration
     template <typename... Args>
     explicit llama_kv_cache_mixed(const mixedkv_config & config, Args &&... args) :
-        llama_kv_cache(std::forward<Args>(args)...), config(config), hot(*this, hparams, config), placement(n_seq_max) {
+        llama_kv_cache(std::forward<Args>(args)...), config(config), hot(*this, hparams, config),
+        basis(*this, model, hparams, config.mixed), readers(*this, hparams, basis, config.attention), placement(n_seq_max) {
         set_up();
     }
 
@@ -92,6 +93,13 @@ public:
           llama_kv_hot_rows & get_hot()       { return hot; }
     const llama_kv_hot_rows & get_hot() const { return hot; }
 
+    // what rows are stored times, rotated by and without
+          llama_kv_row_basis & get_basis()       { return basis; }
+    const llama_kv_row_basis & get_basis() const { return basis; }
+
+    // which node reads a layer's rows
+    const llama_kv_layer_readers & get_readers() const { return readers; }
+
     // empty, or why the window cannot be set
     std::string window_problem(mixedkv::hot_window value) const;
 
@@ -117,70 +125,11 @@ public:
     // what the merged view of a layer takes of the context's compute buffers at most
     size_t get_view_bytes() const;
 
-    // attention of this layer reads the rows with the fused node
-    bool is_fused(int32_t il) const;
-
-    // the device of this layer's rows
-    ggml_backend_dev_t get_device(int32_t il) const;
-
-    // which makes F16 rows as it gathers them: the merged view takes one pass over the cold rows, unless a bias is subtracted from K
-    bool gathers_k(int32_t il) const { return gathers_v(il) && !get_pairs(il); }
-    bool gathers_v(int32_t il) const { return is_gathered[map_layer_ids.at(il)]; }
-
-    // the layer stores no values: they are the first elements of its keys
-    bool is_latent(int32_t il) const { return !layers[map_layer_ids.at(il)].v; }
-
-    // so does that of every layer
-    bool is_fused() const { return std::find(fused.begin(), fused.end(), false) == fused.end(); }
-
-    // the device that has its rows computes these nodes
-    bool is_on_device(int32_t il) const { return on_device[map_layer_ids.at(il)]; }
-
-    // some layer is read by the fused node: on a device, and on the CPU, which has an order of the F16 rows
-    bool has_device_nodes() const { return std::find(on_device.begin(), on_device.end(), true) != on_device.end(); }
-    bool has_cpu_nodes() const;
-
-    // attention that is made by backends has its fast bodies for such numbers of columns, and ours copies them by 16 bytes
-    bool pads_mask() const { return !is_fused() || has_device_nodes(); }
-
-    // tensors of the scales of a layer on a device
-    ggml_tensor * get_scale_k(int32_t il) const { return equalizer.get_k(map_layer_ids.at(il)); }
-    ggml_tensor * get_scale_q(int32_t il) const { return equalizer.get_q(map_layer_ids.at(il)); }
-
-    // models can attend to the rows of a lower layer: whose rows layer il reads, and the last layer that does
-    int32_t get_layer_id(int32_t il) const;
-    bool    is_last_reader(int32_t il) const;
-
     // whether a row lies at another position than K was rotated to; if what did has gone, forget about it
     bool has_moved();
 
     // what the nodes of layer il need when they run; lives as long as the cache
     llama_kv_node & get_node(int32_t il);
-
-    // The matrix that latent rows are rotated by when they are quantised, in blocks that values end with too; nullptr: they are
-    // not. Upstream rotates none of them.
-    ggml_tensor * get_latent_rot() const { return latent_rot; }
-
-    // what keys of layer il are stored times, nullptr: nothing
-    const llama_kv_scales * get_scales(int32_t il) const { return equalizer.get(map_layer_ids.at(il)); }
-
-    // tells them apart, 0: there are none
-    uint32_t get_scales_id(int32_t il) const { return get_scales(il) ? get_scales(il)->id : 0; }
-
-    // the subtracted bias of cold rows of K of the layer, nullptr: nothing
-    const std::vector<mixedkv::attention_pair> * get_pairs(int32_t il) const;
-
-    // cells of these streams have got positions
-    void update_angles(const slot_info & sinfo);
-
-    // where graphs add that by themselves: cosines and sines [n_angles, n_tokens] and [n_angles, n_kv, n_stream], and the
-    //   subtracted bias of rows [n_embd_head, n_head_kv, ...] with such angles, nullptr: nothing
-    uint32_t get_n_angles() const { return is_fused() ? 0 : angles.n_angles(); }
-    void set_input_angles(ggml_tensor * cur, ggml_tensor * cells, const llama_ubatch & ubatch);
-    ggml_tensor * build_subtracted_bias(ggml_context * ctx, ggml_tensor * angles, int32_t il) const;
-
-    // the same for graphs that do it by themselves
-    void scale_qk(ggml_context * ctx, ggml_tensor *& q, ggml_tensor *& k, int32_t il) const;
 
     // chooses the cells of tokens that are about to be stored anew, as many as sinfos have
     void place(slot_info_vec_t & sinfos, const std::vector<llama_ubatch> & ubatches);
@@ -211,9 +160,6 @@ public:
     struct page_check { uint32_t n_known = 0, n_wrong = 0; };
     page_check check_pages();
 
-    // layers that attend to the rows of this cache
-    uint32_t get_n_readers() const { return map_layer_ids.size(); }
-
     // of all layers, and what an F16 cache would take
     uint64_t get_bytes() const;
     uint64_t get_bytes_f16() const;
@@ -221,26 +167,15 @@ public:
 private:
     const mixedkv_config config;
 
-    llama_kv_hot_rows hot;
-
-    // by index of the KV cache layer
-    std::vector<int32_t> last_reader;
-    std::vector<bool>    fused;
-    std::vector<bool>    on_device; // of those that are fused
-    std::vector<bool>    is_gathered;
+    llama_kv_hot_rows      hot;
+    llama_kv_row_basis     basis;
+    llama_kv_layer_readers readers; // after the basis, which they depend on
 
     // by layer of the model, and the memory that their attention works in, one layer after the other
     std::map<int32_t, llama_kv_node> nodes;
     llama_kv_scratch                 scratch;
 
-    llama_kv_equalizer   equalizer;
-    llama_kv_rope_angles angles;
-    llama_kv_sketches    pages;
-    uint32_t             angles_s0 = 0; // first stream of the ubatch at hand
-
-    ggml_context_ptr        latent_ctx;
-    ggml_backend_buffer_ptr latent_buf;
-    ggml_tensor *           latent_rot = nullptr; // F32 [edge, edge]
+    llama_kv_sketches pages;
 
     // of several sequences in one stream; sliding windows take over cells, which upstream chooses
     llama_kv_placement placement;
@@ -252,15 +187,8 @@ private:
     std::unique_ptr<shift_input> find_moved(ggml_context * ctx) const;
     void build_shift(const shift_graph & graph, ggml_tensor * rows, const moved_rows & moved, uint32_t il) const;
 
-    void set_up();         // what lies beside the rows
-    void choose_readers(); // who reads the rows of each layer
-    void require_fused(int32_t il) const; // throws where it has to be and is not
-    void make_scales();
-    void make_latent_rot();
+    void set_up(); // what lies beside the rows
     void make_pages();
-
-    // the context that computes on this cache, once it has
-    llama_context * lctx = nullptr;
 
     bool is_trial = false; // prepare() is at work
 

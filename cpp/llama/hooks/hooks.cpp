@@ -162,7 +162,7 @@ uint32_t llama_kv_mixed_nodes(llama_memory_i * memory) {
 
     for (llama_kv_cache * kv : llama_kv_mixed_caches(memory)) {
         if (const auto * mixed = dynamic_cast<llama_kv_cache_mixed *>(kv)) {
-            res += n_nodes_layer*mixed->get_n_readers();
+            res += n_nodes_layer*mixed->get_readers().get_n_readers();
         }
     }
 

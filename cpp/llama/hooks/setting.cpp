@@ -144,13 +144,13 @@ static void add_layers(layer_facts & facts, const llama_kv_cache & kv) {
         const int32_t   il     = layer.il;
         const ggml_type type_k = layer.k->type;
         const ggml_type type_v = layer.v ? layer.v->type : type_k; // MLA: keys only
-        const bool      fused  = mixed && mixed->is_fused(il);
+        const bool      fused  = mixed && mixed->get_readers().is_fused(il);
 
         facts.types[il]        = pair_of(ggml_type_name(type_k), ggml_type_name(type_v));
         facts.rotations[il]    = layer.v ? rotation : std::to_string(llama_kv_rows_rotation(kv, true));
         facts.scales[il]       = fused && has_least_error(*mixed, type_k, type_v) ? "least-error" : "ggml";
         facts.attention[il]    = fused ? "fused" : mixed && mixed->get_hot().has_rows() ? "merged" : "llama.cpp";
-        facts.equalization[il] = mixed ? mixed->get_scales_id(il) : 0;
+        facts.equalization[il] = mixed ? mixed->get_basis().get_scales_id(il) : 0;
     }
 }
 

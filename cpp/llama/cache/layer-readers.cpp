@@ -1,0 +1,84 @@
+#include "cache/layer-readers.h"
+
+#include "graph/guard.h"
+#include "graph/node.h"
+#include "rows/access.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+static ggml_backend_dev_t device_of(const ggml_tensor * rows) {
+    return ggml_backend_buft_get_device(ggml_backend_buffer_get_type(rows->buffer));
+}
+
+llama_kv_layer_readers::llama_kv_layer_readers(
+        const llama_kv_cache & cold, const llama_hparams & hparams, const llama_kv_row_basis & basis, mixedkv_attention attention) :
+    cold(cold) {
+    const bool may_fuse = attention != MIXEDKV_ATTENTION_MERGED;
+
+    for (const auto & rows : kv_access::get_layers(cold)) {
+        ggml_backend_dev_t dev = device_of(rows.k);
+
+        const bool host     = ggml_backend_buft_is_host(ggml_backend_buffer_get_type(rows.k->buffer));
+        const bool has_bias = basis.get_pairs(rows.il); // kernels of devices add no biases to K
+        const bool has_node = !host && rows.v && llama_kv_node_runs_on(dev, rows.k->type, rows.v->type,
+                hparams.n_embd_head_k(rows.il), hparams.n_embd_head_v(rows.il), hparams.n_head(rows.il), hparams.n_head_kv(rows.il));
+        const bool gathers  = llama_kv_gathers_f16(dev, rows.k) && (!rows.v || llama_kv_gathers_f16(dev, rows.v));
+
+        layer res;
+        res.on_device   = may_fuse && has_node && !has_bias;
+        res.fused       = res.on_device || (may_fuse && host);
+        res.gathers_k   = gathers && !has_bias;
+        res.gathers_v   = gathers;
+        res.last_reader = -1;
+        layers.push_back(res);
+
+        if (attention == MIXEDKV_ATTENTION_FUSED && !res.fused) {
+            throw std::runtime_error("attention 'fused' needs the KV cache in CPU memory, or on a CUDA device that has kernels for its "
+                    "heads and types and no biases of K, but layer " + std::to_string(rows.il) + " has it elsewhere: use attention "
+                    "'merged', or offload_kqv = false");
+        }
+    }
+
+    const bool all_fused = is_fused();
+
+    for (const auto & [il, ikv] : kv_access::get_ids(cold)) {
+        layers[ikv].last_reader = std::max(layers[ikv].last_reader, int32_t(il));
+
+        // the graph then changes the basis of all layers, and a node would look for biases in Q as it was
+        layers[ikv].fused = layers[ikv].fused && (all_fused || !basis.get_pairs(il));
+    }
+}
+
+const llama_kv_layer_readers::layer & llama_kv_layer_readers::get(int32_t il) const {
+    return layers[kv_access::get_ids(cold).at(il)];
+}
+
+bool llama_kv_layer_readers::is_fused() const {
+    return std::all_of(layers.begin(), layers.end(), [](const layer & l) { return l.fused; });
+}
+
+bool llama_kv_layer_readers::has_device_nodes() const {
+    return std::any_of(layers.begin(), layers.end(), [](const layer & l) { return l.on_device; });
+}
+
+bool llama_kv_layer_readers::has_cpu_nodes() const {
+    return std::any_of(layers.begin(), layers.end(), [](const layer & l) { return l.fused && !l.on_device; });
+}
+
+ggml_backend_dev_t llama_kv_layer_readers::get_device(int32_t il) const {
+    return device_of(kv_access::get_layers(cold)[kv_access::get_ids(cold).at(il)].k);
+}
+
+bool llama_kv_layer_readers::is_latent(int32_t il) const {
+    return !kv_access::get_layers(cold)[kv_access::get_ids(cold).at(il)].v;
+}
+
+int32_t llama_kv_layer_readers::get_layer_id(int32_t il) const {
+    return kv_access::get_layers(cold)[kv_access::get_ids(cold).at(il)].il;
+}
+
+uint32_t llama_kv_layer_readers::get_n_readers() const {
+    return kv_access::get_ids(cold).size();
+}
