@@ -16,7 +16,7 @@ from typing import Any
 
 from mixedkv.model.named_model import find_measured_model
 from mixedkv_bench.harness.real_text import read_real_text
-from support.server_support import Server, running
+from support.servers.server import Server, running
 
 _CHAT = "/v1/chat/completions"
 _QUESTIONS = ("What is this about?", "Say it in one sentence.", "Go on from here.", "Which words matter?")

@@ -15,8 +15,8 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 from mixedkv import Llama
 from mixedkv.model.named_model import find_measured_model
-from support import zoo
-from support.harness import Ctx, Mixed, Model, Uniform, prompt, rel_rms
+from support.cache.harness import Ctx, Mixed, Model, Uniform, prompt, rel_rms
+from support.models import zoo
 
 TEXT = "The keeper of the lighthouse wrote the name of each ship into a book that nobody read. " * 12
 ALL, N_PROMPT, N_SINGLE = 99, 160, 16

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from mixedkv_bench.harness.real_text import read_real_text
-from support.server_support import Server
+from support.servers.server import Server
 
 
 def _cpu_ms(server: Server) -> float:

@@ -30,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
-from support.server_support import Server, key_file, running
+from support.servers.server import Server, key_file, running
 
 N_HONEST, N_HOSTILE = 17, 8
 CONNECTIONS, FLOOD = 4, 32  # of a hostile tenant, and of the one that floods

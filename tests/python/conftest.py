@@ -17,13 +17,13 @@ from mixedkv import Llama
 from mixedkv.engine import PromptCache
 from mixedkv.model.packaged_model import GEMMA3, SMOLLM2
 from mixedkv.store import KVStore
-from support import zoo
-from support.conversation_support import empty, open_llama
-from support.harness import N_GPU_LAYERS, Ctx, Mixed, Model, Uniform
-from support.hidden import hidden
+from support.cache.harness import N_GPU_LAYERS, Ctx, Mixed, Model, Uniform
+from support.cache.hidden import hidden
+from support.cache.oracle import Oracle, oracle_of
+from support.engine.conversations import empty, open_llama
+from support.models import zoo
+from support.models.planted import plant
 from support.needs import NEEDS, missing, undeclared
-from support.oracle import Oracle, oracle_of
-from support.planted import plant
 from support.tiers import may_have, tier_of
 
 # a shell has its background jobs ignore Ctrl-C, and what they start inherits it

@@ -6,7 +6,7 @@
 #   tests/measure/gpu/gpu.sh [FOLDER for the models, 6 GB]
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
-tools=$here/../../python/support/tools
+tools=$here/../../python/support/models
 models=${1:-$(mktemp -d)}
 build=$(mktemp -d)
 trap 'rm -rf "$build"' EXIT
@@ -29,7 +29,7 @@ PYTHONPATH=$here/../../python python - "$models" << 'END'
 import sys
 from pathlib import Path
 
-from support import zoo
+from support.models import zoo
 
 for name in ("llama-128", "gemma3", "gpt-oss", "gemma2"):
     if not (Path(sys.argv[1]) / f"{name}.gguf").exists():

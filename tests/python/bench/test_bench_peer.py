@@ -15,7 +15,7 @@ from mixedkv_bench.harness.bench_peer import BenchRunner, bench_seconds, find_pe
 from mixedkv_bench.harness.cache_settings import make_settings
 from mixedkv_bench.harness.contexts import CannotRunError
 from mixedkv_bench.harness.speed_run import SpeedWork
-from support.bench_support import run
+from support.bench import run
 
 pytestmark = pytest.mark.full
 

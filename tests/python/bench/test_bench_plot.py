@@ -8,7 +8,7 @@ import pytest
 
 from mixedkv.cli import main
 from mixedkv_bench import plot
-from support.bench_support import run
+from support.bench import run
 
 pytestmark = pytest.mark.full
 

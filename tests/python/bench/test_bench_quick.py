@@ -15,7 +15,7 @@ from mixedkv.cli import main
 from mixedkv_bench import quick, speed
 from mixedkv_bench import run as bench_run
 from mixedkv_bench.quick import QuickRow, advise, make_plan
-from support.bench_support import run
+from support.bench import run
 
 pytestmark = pytest.mark.full
 

@@ -15,7 +15,7 @@ from mixedkv_bench.harness import real_text
 from mixedkv_bench.harness.contexts import CannotRunError
 from mixedkv_bench.harness.reuse_cases import DONORS, WORKLOADS, CaseMaker
 from mixedkv_bench.harness.summary import ratio_interval
-from support.bench_support import run
+from support.bench import run
 
 pytestmark = pytest.mark.nightly
 

@@ -21,7 +21,7 @@ from mixedkv.model.layer_plan import LayerPlan
 from mixedkv.model.measured_shares import read_shares
 from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, make_settings
 from mixedkv_bench.output import read_result
-from support.bench_support import Row, by_kv, run
+from support.bench import Row, by_kv, run
 from support.patience import PATIENCE
 
 pytestmark = pytest.mark.nightly

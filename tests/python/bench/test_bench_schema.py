@@ -9,9 +9,9 @@ from pydantic import ValidationError
 
 from mixedkv_bench.catalog import ROWS
 from mixedkv_bench.output import RunHead, read_result
+from schema_page import page
 from support import REPOSITORY
-from support.bench_support import run
-from support.tools.schema_page import page
+from support.bench import run
 
 pytestmark = pytest.mark.full
 
@@ -19,7 +19,7 @@ DOCS = REPOSITORY / "docs" / "bench-schema.md"
 
 
 def test_the_documentation_is_that_of_the_models() -> None:
-    """After a change: python tests/python/support/tools/schema_page.py > docs/bench-schema.md"""
+    """After a change: python docs/tools/schema_page.py > docs/bench-schema.md"""
     assert DOCS.read_text() == page()
 
 

@@ -12,7 +12,7 @@ import pytest
 from mixedkv_bench import tasks
 from mixedkv_bench.harness import sample_text
 from mixedkv_bench.harness.task_items import RECALL, TASKS, TaskItem, make_piles
-from support.bench_support import run
+from support.bench import run
 
 pytestmark = [pytest.mark.nightly, pytest.mark.needs("real model")]
 

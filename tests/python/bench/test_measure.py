@@ -11,7 +11,7 @@ import pytest
 
 from mixedkv.bundled import model_path
 from support import REPOSITORY
-from support.bench_support import run
+from support.bench import run
 
 pytestmark = pytest.mark.nightly
 

@@ -10,7 +10,7 @@ import pytest
 from gguf.quants import dequantize
 
 from mixedkv import Llama
-from support.tools.random_model import RandomModel
+from support.models.random_model import RandomModel
 
 pytestmark = pytest.mark.nightly
 

@@ -17,7 +17,7 @@ from mixedkv import Llama
 from mixedkv.engine import PromptCache
 from mixedkv.errors import StoppedError, UnsupportedModelError
 from mixedkv.store import KVStore
-from support.conversation_support import GREEDY, RECALL, empty, journal, open_llama, user
+from support.engine.conversations import GREEDY, RECALL, empty, journal, open_llama, user
 
 pytestmark = pytest.mark.full
 

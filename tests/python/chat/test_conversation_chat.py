@@ -14,7 +14,7 @@ from mixedkv import Llama
 from mixedkv.engine import PromptCache
 from mixedkv.store import KVStore
 from support import TESTS
-from support.conversation_support import (
+from support.engine.conversations import (
     GREEDY,
     QUESTIONS,
     RECALL,
@@ -228,7 +228,7 @@ _CHILD = """
 import json, sys
 import mixedkv  # before llama_cpp
 sys.path.insert(0, sys.argv[1])
-from support import conversation_support as t
+from support.engine import conversations as t
 from mixedkv.engine import PromptCache
 from mixedkv.store import KVStore
 

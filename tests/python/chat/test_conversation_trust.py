@@ -18,7 +18,7 @@ from mixedkv.engine import PromptCache
 from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager, CreateContextCacheRequest
 from mixedkv.sessions.records import CreateCacheResponse
 from mixedkv.store import Identity, KVStore
-from support.conversation_support import (
+from support.engine.conversations import (
     GREEDY,
     QUESTIONS,
     cold,

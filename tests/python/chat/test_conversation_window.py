@@ -17,7 +17,7 @@ from mixedkv.engine import Generation, PromptCache
 from mixedkv.prompts.overflow import budget, head_of
 from mixedkv.store import Identity, KVStore
 from mixedkv.tokens import common_prefix
-from support.conversation_support import Message, empty, user
+from support.engine.conversations import Message, empty, user
 
 pytestmark = pytest.mark.full
 

@@ -9,7 +9,7 @@ import pytest
 
 from mixedkv.chunks.donors import SHORTEST_QUESTION, Donor, DonorIndex, covered, find_segments
 from mixedkv.store import Identity, KVStore
-from support.store_support import identity, make_block, put_chain
+from support.stores.blocks import identity, make_block, put_chain
 
 pytestmark = pytest.mark.full
 

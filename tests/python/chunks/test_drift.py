@@ -15,7 +15,7 @@ from mixedkv.engine import PromptCache
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import KVStore
 from mixedkv_bench.harness.real_text import read_real_text
-from support.conversation_support import RECALL, empty, open_llama
+from support.engine.conversations import RECALL, empty, open_llama
 
 pytestmark = pytest.mark.full
 

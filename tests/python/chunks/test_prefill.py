@@ -19,10 +19,10 @@ from mixedkv.engine import PromptCache
 from mixedkv.errors import ContextLengthError, UnsupportedModelError
 from mixedkv.store import Identity, KVStore
 from mixedkv_bench.harness.reuse_cases import Case, CaseMaker
-from support import zoo
-from support.conversation_support import empty, open_llama, user
-from support.planted import plant
-from support.reshaped import SHAPES, reshape
+from support.engine.conversations import empty, open_llama, user
+from support.models import zoo
+from support.models.planted import plant
+from support.models.reshaped import SHAPES, reshape
 
 pytestmark = pytest.mark.full
 

@@ -20,7 +20,7 @@ from mixedkv.kv.block import KVBlock, LayerRows
 from mixedkv.store import KVStore
 from mixedkv.tokens import Tokens
 from mixedkv_bench.harness.reuse_cases import CaseMaker
-from support.conversation_support import empty, open_llama
+from support.engine.conversations import empty, open_llama
 
 pytestmark = pytest.mark.full
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from support import prefork
 from support.patience import PATIENCE
+from support.servers import prefork
 
 pytestmark = pytest.mark.full
 

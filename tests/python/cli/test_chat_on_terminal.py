@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from support import zoo
+from support.clients.terminal import Terminal, shown
+from support.models import zoo
+from support.models.zoo.vocabulary import PIECES
 from support.patience import wait_for
-from support.pseudo_terminal import Terminal, shown
-from support.zoo.vocabulary import PIECES
 
 pytestmark = [pytest.mark.full, pytest.mark.needs("terminal")]
 

@@ -20,10 +20,10 @@ from mixedkv.config import parse_kv
 from mixedkv.kv.stats import format_saving
 from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
-from support import prefork
-from support.image_support import png
+from support.models.images import png
+from support.models.zoo.projector import write_projector
 from support.patience import PATIENCE
-from support.zoo.projector import write_projector
+from support.servers import prefork
 
 pytestmark = [pytest.mark.full, pytest.mark.by_model]
 

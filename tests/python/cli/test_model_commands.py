@@ -14,7 +14,7 @@ import pytest
 from mixedkv.bundled import model_path
 from mixedkv.cli import main
 from mixedkv.model.packaged_model import PACKAGED, SMOLLM2
-from support.server_support import Server, key_file, running
+from support.servers.server import Server, key_file, running
 
 pytestmark = pytest.mark.full
 

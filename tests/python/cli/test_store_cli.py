@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from mixedkv.store import KVStore, key_from_file
-from support import prefork
-from support.store_support import identity, make_block, put_chain
+from support.servers import prefork
+from support.stores.blocks import identity, make_block, put_chain
 
 pytestmark = pytest.mark.full
 

@@ -14,7 +14,7 @@ import pytest
 from mixedkv.cli.chat_terminal import markdown_shown
 from mixedkv.cli.main import main
 from mixedkv.terminal import printable, shown_on
-from support.not_finite import write_model
+from support.models.not_finite import write_model
 from support.patience import PATIENCE
 
 pytestmark = pytest.mark.full

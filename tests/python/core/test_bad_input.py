@@ -22,7 +22,7 @@ from mixedkv.bundled import model_path
 from mixedkv.errors import ContextLengthError, InvalidModelFileError, UnsupportedModelError
 from mixedkv.model.gguf_copy import write_and_close
 from mixedkv.model.gguf_file import read_model_file
-from support import zoo
+from support.models import zoo
 
 WINDOWS_FOR_ALL = True  # F16 rows for every sequence, whatever they take
 pytestmark = [pytest.mark.core, pytest.mark.by_model]

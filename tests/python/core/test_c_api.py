@@ -17,8 +17,9 @@ import pytest
 from mixedkv import _core, _native
 from mixedkv._native import cmake_dir, include_dir
 from mixedkv.bundled import model_path
-from support import REPOSITORY, zoo
-from support.harness import Ctx, Mixed, Uniform, prompt, rel_rms
+from support import REPOSITORY
+from support.cache.harness import Ctx, Mixed, Uniform, prompt, rel_rms
+from support.models import zoo
 
 pytestmark = pytest.mark.full
 

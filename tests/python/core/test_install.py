@@ -17,7 +17,7 @@ import pytest
 
 from mixedkv import _native
 from support import REPOSITORY
-from support.stock_library import stock_library
+from support.cache.stock_library import stock_library
 
 pytestmark = pytest.mark.full
 

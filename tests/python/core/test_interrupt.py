@@ -19,7 +19,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.engine import Engine
 from mixedkv.errors import ClosedError, StoppedError
-from support.conversation_support import open_llama
+from support.engine.conversations import open_llama
 from support.patience import PATIENCE
 
 pytestmark = pytest.mark.full

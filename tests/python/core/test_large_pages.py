@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from support.tools.random_model import RandomModel
+from support.models.random_model import RandomModel
 
 pytestmark = [
     pytest.mark.full,

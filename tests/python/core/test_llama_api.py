@@ -20,7 +20,7 @@ from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.constrain.constraint import constrain
 from mixedkv.errors import ClosedError
-from support import zoo
+from support.models import zoo
 
 pytestmark = pytest.mark.full
 

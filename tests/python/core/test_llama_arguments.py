@@ -19,7 +19,7 @@ from mixedkv.bundled import model_path
 from mixedkv.engine.engine import Engine
 from mixedkv.llama_options import ChatOptions, CompletionOptions, LlamaOptions
 from mixedkv.model.gguf_file import read_model_file
-from support import prefork
+from support.servers import prefork
 
 pytestmark = pytest.mark.core
 

@@ -15,7 +15,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.engine.engine import Engine
 from mixedkv.errors import ClosedError, ContextBusyError
-from support.conversation_support import open_llama
+from support.engine.conversations import open_llama
 from support.patience import PATIENCE
 
 pytestmark = pytest.mark.full

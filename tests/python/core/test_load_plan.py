@@ -11,7 +11,7 @@ import pytest
 from mixedkv.config import parse_kv
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.load_plan import LoadArguments, LoadPlan, find_path
-from support import zoo
+from support.models import zoo
 
 pytestmark = pytest.mark.core
 

@@ -19,7 +19,7 @@ import pytest
 from mixedkv.bundled import model_path
 from support import REPOSITORY
 from support.patience import PATIENCE
-from support.server_support import Server, running
+from support.servers.server import Server, running
 
 pytestmark = pytest.mark.full
 
@@ -46,7 +46,7 @@ BLOCKS = [
     for page in [*PAGES, *CONTINUED]
     for i, block in enumerate(_pieces(page))
 ]
-TEMPLATE = REPOSITORY / "tests/python/support/templates/qwen3.jinja"
+TEMPLATE = REPOSITORY / "tests/python/support/models/templates/qwen3.jinja"
 _ADDRESS = "http://127.0.0.1:8000"
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import command_page
 from support import REPOSITORY
-from support.tools import command_page
 
 CHECK = REPOSITORY / "tests/lint/check_site.py"
 REFERENCE = REPOSITORY / "docs/reference"
@@ -77,13 +77,13 @@ def test_what_is_loaded_from_elsewhere_is_found(tmp_path: Path) -> None:
 
 
 def test_the_page_of_the_command_line_is_that_of_the_parsers() -> None:
-    """After a change: python tests/python/support/tools/command_page.py > docs/reference/cli.md"""
+    """After a change: python docs/tools/command_page.py > docs/reference/cli.md"""
     assert (REFERENCE / "cli.md").read_text("utf-8") == command_page.page()
 
 
 def test_the_page_of_the_endpoints_is_that_of_the_server() -> None:
-    """After a change: python tests/python/support/tools/http_page.py > docs/reference/http.md"""
+    """After a change: python docs/tools/http_page.py > docs/reference/http.md"""
     pytest.importorskip("fastapi", reason="needs the extra server")
-    from support.tools import http_page
+    import http_page
 
     assert (REFERENCE / "http.md").read_text("utf-8") == http_page.page()

@@ -9,7 +9,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from support.harness import Uniform, prompt, rel_rms
+from support.cache.harness import Uniform, prompt, rel_rms
 
 pytestmark = pytest.mark.full
 

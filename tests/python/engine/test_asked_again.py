@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
-from support.server_support import Direct
+from support.servers.server import Direct
 
 pytestmark = pytest.mark.full
 

@@ -15,7 +15,7 @@ from mixedkv.engine.answer import Answer
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ContextLengthError
 from mixedkv.store import KVStore
-from support.conversation_support import open_llama
+from support.engine.conversations import open_llama
 
 pytestmark = pytest.mark.full
 

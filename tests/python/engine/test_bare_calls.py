@@ -11,7 +11,7 @@ import pytest
 from mixedkv.engine.chat.bare_calls import BareCalls
 from mixedkv.engine.chat.chat_template import ChatRenderer, ToolChoice
 from mixedkv.engine.text.answer_reader import AnswerReader
-from support.families import ADD, ARGUMENTS, WEATHER, template
+from support.models.families import ADD, ARGUMENTS, WEATHER, template
 
 pytestmark = pytest.mark.full
 

@@ -15,7 +15,7 @@ from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine import Engine, StoreConnector
 from mixedkv.errors import ClosedError, ContextBusyError, StoppedError
 from mixedkv.store import Identity, KVStore
-from support.conversation_support import open_llama
+from support.engine.conversations import open_llama
 
 pytestmark = pytest.mark.full
 

@@ -12,7 +12,7 @@ from mixedkv.constrain.constraint import ConstraintCompiler
 from mixedkv.engine.chat.chat_template import ChatRenderer, RenderedChat, ToolChoice
 from mixedkv.engine.text.answer_reader import AnswerReader
 from mixedkv.limits import check_depth
-from support.families import ADD, ARGUMENTS, CALLS, WEATHER, template
+from support.models.families import ADD, ARGUMENTS, CALLS, WEATHER, template
 
 pytestmark = pytest.mark.core
 

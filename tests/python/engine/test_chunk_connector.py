@@ -18,9 +18,9 @@ from mixedkv.errors import UnsupportedModelError
 from mixedkv.prompts.part import Outcome, PromptPart
 from mixedkv.store import KVStore
 from mixedkv_bench.harness.reuse_cases import Case, CaseMaker
-from support.conversation_support import open_llama
+from support.engine.conversations import open_llama
 from support.patience import wait_for
-from support.server_support import Direct, end_of
+from support.servers.server import Direct, end_of
 
 pytestmark = pytest.mark.full
 

@@ -22,8 +22,8 @@ from mixedkv.constrain.gbnf import gbnf_to_lark
 from mixedkv.constrain.json_schema import MOST_DIGITS
 from mixedkv.errors import DeadEndError
 from mixedkv.native.detokenizer import Detokenizer
-from support import zoo
-from support.constraint_support import BYTEWISE, follow, random_answer, schemas
+from support.engine.constraints import BYTEWISE, follow, random_answer, schemas
+from support.models import zoo
 
 pytestmark = pytest.mark.full
 

@@ -13,7 +13,7 @@ import pytest
 from mixedkv.constrain.constraint import ConstraintCompiler
 from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.errors import DeadEndError
-from support.constraint_support import BYTEWISE
+from support.engine.constraints import BYTEWISE
 
 pytestmark = pytest.mark.full
 

@@ -13,8 +13,8 @@ from mixedkv.constrain import trial
 from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.engine.chat.chat_template import ChatRenderer, ToolChoice
 from mixedkv.work import processes
-from support.hostile_constraints import BYTES, compile_one
-from support.recorded import TEMPLATES
+from support.engine.hostile_constraints import BYTES, compile_one
+from support.models.recorded_calls import TEMPLATES
 
 pytestmark = pytest.mark.full
 

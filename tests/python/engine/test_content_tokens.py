@@ -22,8 +22,8 @@ from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.images.prompt_image import PromptImage
 from mixedkv.prompts.part import MARK
 from mixedkv.store import KVStore
-from support.control_tokens import control_tokens, source, templates, write_model
-from support.families import WEATHER
+from support.models.control_tokens import control_tokens, source, templates, write_model
+from support.models.families import WEATHER
 
 pytestmark = pytest.mark.full
 

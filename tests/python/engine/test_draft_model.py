@@ -16,7 +16,7 @@ from mixedkv.engine import Engine
 from mixedkv.engine.draft.speculation import StepTime
 from mixedkv.errors import ClosedError
 from mixedkv_bench.harness.sample_text import document
-from support import zoo
+from support.models import zoo
 
 pytestmark = pytest.mark.full
 

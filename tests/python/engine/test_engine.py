@@ -17,7 +17,7 @@ from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.pacing import Pace
 from mixedkv.errors import ClosedError, EngineError, QueueFullError
 from support.patience import PATIENCE, wait_for
-from support.server_support import Direct, end_of
+from support.servers.server import Direct, end_of
 
 pytestmark = pytest.mark.core
 

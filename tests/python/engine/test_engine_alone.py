@@ -21,7 +21,7 @@ from mixedkv.engine.jobs.job import Delta, Event, Job
 from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ClosedError, ContextLengthError
 from mixedkv.store import KVStore
-from support.conversation_support import open_llama
+from support.engine.conversations import open_llama
 from support.patience import PATIENCE, wait_for
 
 pytestmark = pytest.mark.full

@@ -16,10 +16,10 @@ from mixedkv.engine import StoreConnector
 from mixedkv.engine.connectors.store_connector import StoredRows
 from mixedkv.prefix.checkpoints import CheckpointLimits, places
 from mixedkv.store import KVStore
-from support.harness import prompt
+from support.cache.harness import prompt
 from support.patience import PATIENCE
-from support.served_models import Served
-from support.server_support import Direct, end_of
+from support.servers.served_models import Served
+from support.servers.server import Direct, end_of
 
 pytestmark = pytest.mark.full
 

@@ -11,7 +11,7 @@ import pytest
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.contract import Observer
 from support.patience import wait_for
-from support.server_support import Direct, end_of
+from support.servers.server import Direct, end_of
 
 pytestmark = pytest.mark.full
 

@@ -8,7 +8,7 @@ import pytest
 
 from mixedkv.engine.schedule.progress import Progress
 from mixedkv.work.turns import Limits, TenantLimits
-from support.scheduler_support import N_BATCH, Desk
+from support.engine.scheduler import N_BATCH, Desk
 
 pytestmark = pytest.mark.full
 

@@ -10,7 +10,7 @@ import pytest
 from mixedkv.constrain.constraint import ConstraintCompiler
 from mixedkv.engine.chat import generic_tools
 from mixedkv.engine.chat.chat_template import Chat, ChatRenderer, RenderedChat, TemplateOptions, ToolChoice
-from support.families import ADD, ARGUMENTS, WEATHER, template
+from support.models.families import ADD, ARGUMENTS, WEATHER, template
 
 pytestmark = pytest.mark.core
 

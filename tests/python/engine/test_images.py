@@ -24,10 +24,10 @@ from mixedkv.images.projector import Projector
 from mixedkv.images.prompt_image import PromptImage
 from mixedkv.prompts.part import MARK
 from mixedkv.store import KVStore
-from support.harness import rel_rms
-from support.image_support import BEFORE, BEHIND, KINDS, logits_of_library, png
-from support.server_support import end_of
-from support.zoo.projector import write_projector
+from support.cache.harness import rel_rms
+from support.models.images import BEFORE, BEHIND, KINDS, logits_of_library, png
+from support.models.zoo.projector import write_projector
+from support.servers.server import end_of
 
 pytestmark = [pytest.mark.full, pytest.mark.by_model]
 

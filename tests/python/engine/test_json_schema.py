@@ -16,7 +16,7 @@ from mixedkv.constrain.constraint import ConstraintCompiler
 from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.constrain.json_schema import closed_schema
 from mixedkv.errors import DeadEndError
-from support.constraint_support import BYTEWISE, follow, random_answer
+from support.engine.constraints import BYTEWISE, follow, random_answer
 
 pytestmark = pytest.mark.core
 

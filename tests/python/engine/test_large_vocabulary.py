@@ -15,9 +15,9 @@ from mixedkv.constrain.constraint import constrain
 from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
 from mixedkv.engine.engine import Engine
 from mixedkv.model.gguf_file import read_model_file
-from support import zoo
-from support.zoo import Shape
-from support.zoo.encoder import decoding_ranker
+from support.models import zoo
+from support.models.zoo import Shape
+from support.models.zoo.encoder import decoding_ranker
 
 pytestmark = pytest.mark.full
 

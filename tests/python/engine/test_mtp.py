@@ -19,7 +19,7 @@ from mixedkv.engine.sample.sampler import logits_row
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
-from support.mtp_models import FIRST, Reads, after, write_counting_model
+from support.models.mtp_models import FIRST, Reads, after, write_counting_model
 
 pytestmark = pytest.mark.full
 

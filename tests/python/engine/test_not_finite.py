@@ -17,8 +17,8 @@ from mixedkv.engine import Engine
 from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
 from mixedkv.errors import NotFiniteError
 from mixedkv.model.gguf_file import read_model_file
-from support import zoo
-from support.not_finite import write_model
+from support.models import zoo
+from support.models.not_finite import write_model
 
 pytestmark = pytest.mark.full
 

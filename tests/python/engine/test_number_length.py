@@ -11,7 +11,7 @@ import pytest
 from mixedkv.constrain.constraint import ConstraintCompiler, Matcher
 from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.constrain.json_schema import NumberLength
-from support.constraint_support import BYTEWISE, follow
+from support.engine.constraints import BYTEWISE, follow
 
 pytestmark = pytest.mark.core
 

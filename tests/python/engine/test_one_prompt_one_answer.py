@@ -13,7 +13,7 @@ from mixedkv import Llama, _core
 from mixedkv.bundled import model_path
 from mixedkv.engine.prompt_cache import PromptCache
 from mixedkv.store import KVStore
-from support.fresh_context import FreshContext
+from support.cache.fresh_context import FreshContext
 
 N_CTX = 2048
 # of a logarithm of a sum, and of rows in F16. An element of a Q4_0 row on another level changes 1e-3

@@ -25,10 +25,10 @@ from mixedkv.prompts.overflow import NOWHERE, Gap, LongPrompt, budget, cut, head
 from mixedkv.prompts.prompt_lookup import PromptLookup
 from mixedkv.store import KVStore
 from mixedkv.tokens import common_prefix
-from support.harness import prompt
+from support.cache.harness import prompt
 from support.patience import PATIENCE, wait_for
-from support.served_models import GREEDY, Served
-from support.server_support import Direct, end_of
+from support.servers.served_models import GREEDY, Served
+from support.servers.server import Direct, end_of
 
 pytestmark = pytest.mark.full
 

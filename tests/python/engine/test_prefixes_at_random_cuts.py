@@ -15,8 +15,8 @@ from mixedkv import Llama
 from mixedkv.engine.prompt_cache import PromptCache
 from mixedkv.kv.cache import KVCache
 from mixedkv.store import KVStore
-from support.fresh_context import FreshContext
-from support.same_bits import has_same_bits
+from support.cache.fresh_context import FreshContext
+from support.cache.same_bits import has_same_bits
 
 pytestmark = [pytest.mark.full, pytest.mark.by_model]
 

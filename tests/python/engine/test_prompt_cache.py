@@ -10,7 +10,7 @@ import pytest
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.engine import PromptCache
 from mixedkv.store import KVStore
-from support.conversation_support import open_llama
+from support.engine.conversations import open_llama
 
 pytestmark = pytest.mark.full
 

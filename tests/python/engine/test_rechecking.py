@@ -15,7 +15,7 @@ from mixedkv.engine.connectors.store_connector import StoreConnector
 from mixedkv.engine.schedule.contract import Observer
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import Identity, KVStore
-from support.conversation_support import open_llama
+from support.engine.conversations import open_llama
 
 pytestmark = pytest.mark.full
 

@@ -16,7 +16,7 @@ from mixedkv.engine.jobs.job import CallTrigger
 from mixedkv.engine.stepping import follow
 from mixedkv.engine.text.answer_reader import ReadAnswer
 from mixedkv.engine.text.thought import Thought
-from support.recorded import CLOCK, FOUND, RECORDED, SEARCH, TIME, TOOLS, Recorded
+from support.models.recorded_calls import CLOCK, FOUND, RECORDED, SEARCH, TIME, TOOLS, Recorded
 
 pytestmark = pytest.mark.full
 

@@ -21,8 +21,8 @@ from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.schedule.contract import Observer
 from mixedkv.store import KVStore
 from support.patience import wait_for
-from support.remote_servers import Line, free_port, redis_server
-from support.server_support import Direct
+from support.servers.remote import Line, free_port, redis_server
+from support.servers.server import Direct
 
 pytestmark = pytest.mark.full
 

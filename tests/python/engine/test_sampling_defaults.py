@@ -13,9 +13,9 @@ from mixedkv.bundled import model_path
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.sampling_defaults import sampling_defaults
+from support.models.sampled_model import recommending
 from support.patience import PATIENCE
-from support.sampled_model import recommending
-from support.server_support import running
+from support.servers.server import running
 
 pytestmark = pytest.mark.full
 

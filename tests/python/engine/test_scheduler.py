@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from mixedkv._core import HotWindow
 from mixedkv.config.cut_rule import CutRule
 from mixedkv.engine.schedule.progress import Progress
-from support.scheduler_support import N_BATCH, N_CTX, Desk
-from support.toy_parts import SlicedPart
+from support.engine.scheduler import N_BATCH, N_CTX, Desk
+from support.engine.toy_parts import SlicedPart
 
 pytestmark = pytest.mark.core
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.random_queue import run_world
+from support.engine.random_queue import run_world
 
 pytestmark = pytest.mark.full
 

@@ -21,7 +21,7 @@ from mixedkv.engine.jobs.job import Done, Job
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.request import Request
 from mixedkv.engine.text.thought import ThoughtTags
-from support.server_support import Direct, end_of
+from support.servers.server import Direct, end_of
 
 pytestmark = pytest.mark.full
 

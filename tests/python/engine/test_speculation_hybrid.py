@@ -10,7 +10,7 @@ import pytest
 
 from mixedkv.engine.draft.speculation import StepTime
 from mixedkv.engine.jobs.drafter import Drafter
-from support.served_models import Answered, Served, questions
+from support.servers.served_models import Answered, Served, questions
 
 pytestmark = pytest.mark.full
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.simulated_tenants import FLOODS, N_HONEST, beside, percentile
+from support.engine.simulated_tenants import FLOODS, N_HONEST, beside, percentile
 
 pytestmark = pytest.mark.full
 
@@ -34,7 +34,7 @@ def test_so_they_do_with_other_requests(flood: str, seed: int) -> None:
 @pytest.mark.parametrize("n", [1, 4])
 def test_nobody_is_starved(n: int) -> None:
     """The tenants that flood get answers too, since they have a turn like all others."""
-    from support.simulated_tenants import FLOOD, Client, Simulation, honest
+    from support.engine.simulated_tenants import FLOOD, Client, Simulation, honest
 
     make, _ = FLOODS["prompts alone"]
     floods = [Client(f"mal{i % n}", make, lambda r: 0.02) for i in range(FLOOD)]

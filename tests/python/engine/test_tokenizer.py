@@ -14,8 +14,8 @@ from mixedkv import Llama
 from mixedkv.engine.chat.tokenizer import Tokenizer
 from mixedkv.errors import ContextLengthError, InvalidModelFileError
 from mixedkv.prompts.long_text import MAX_STRETCH, OWN_SPLITTERS
-from support import zoo
 from support.children.tokenize_child import LONG
+from support.models import zoo
 
 pytestmark = pytest.mark.full
 

@@ -13,7 +13,7 @@ from mixedkv.engine.batch.vector_job import VectorJob
 from mixedkv.errors import NotFiniteError, RowsGoneError
 from mixedkv.kv.fetched import Fetched
 from mixedkv.prefix.sequences import Sequence
-from support.scheduler_support import Desk
+from support.engine.scheduler import Desk
 
 pytestmark = pytest.mark.full
 

@@ -25,7 +25,7 @@ from mixedkv.engine.sample.sampler import logits_row
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.engine.schedule.contract import StepPlan
 from mixedkv.native.batch import NativeBatch
-from support.server_support import Direct, end_of
+from support.servers.server import Direct, end_of
 
 pytestmark = pytest.mark.full
 

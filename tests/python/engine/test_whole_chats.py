@@ -16,7 +16,7 @@ from mixedkv.engine.chat.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.full
 
-TEMPLATE = Path(__file__).parents[1] / "support" / "templates" / "qwen3.jinja"
+TEMPLATE = Path(__file__).parents[1] / "support" / "models" / "templates" / "qwen3.jinja"
 WEATHER = {
     "type": "function",
     "function": {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from mixedkv_server.settings import ServerSettings
-from support.server_support import running
+from support.servers.server import running
 
 yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 

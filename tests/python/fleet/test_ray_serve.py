@@ -17,9 +17,9 @@ import pytest
 
 from mixedkv.bundled.corpus import make_recall
 from support.patience import PATIENCE, wait_for
-from support.ray_replicas import replica_pids
-from support.remote_servers import free_port, redis_server
-from support.server_support import MODEL
+from support.servers.ray_replicas import replica_pids
+from support.servers.remote import free_port, redis_server
+from support.servers.server import MODEL
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'mixedkv[ray]'")
 pytestmark = pytest.mark.slow

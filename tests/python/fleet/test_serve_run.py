@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from support.patience import PATIENCE, wait_for
-from support.remote_servers import listens
+from support.servers.remote import listens
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'mixedkv[ray]'")
 pytestmark = pytest.mark.slow

@@ -19,7 +19,7 @@ from mixedkv.kv.rows import APPROXIMATE, COMPUTED, FOREIGN, UNVERIFIED, all_of
 from mixedkv.store import pack_kv_cache, pack_kv_cache_v2, packed_from_block
 from mixedkv.store.encryption import encrypt
 from mixedkv.store.formats.native import VERSION, encode
-from support import zoo
+from support.models import zoo
 
 FOLDER = Path(__file__).parent
 IDENTITY = bytes(range(32))

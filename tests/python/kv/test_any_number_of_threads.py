@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from support.harness import Ctx, Mixed, prompt
+from support.cache.harness import Ctx, Mixed, prompt
 
 pytestmark = pytest.mark.full
 

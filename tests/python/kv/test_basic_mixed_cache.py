@@ -7,8 +7,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support.checks import assert_same, check_books, check_rows
-from support.harness import TYPES, Mixed, prompt
+from support.cache.checks import assert_same, check_books, check_rows
+from support.cache.harness import TYPES, Mixed, prompt
 
 pytestmark = pytest.mark.core
 

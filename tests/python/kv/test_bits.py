@@ -1,5 +1,5 @@
 """What `KVStats.bits_problem` promises of a cache, a model and a body of the kernels holds for any cut of a
-prompt, and the guarantees page has the table that was measured (support/bits_table.py).
+prompt, and the guarantees page has the table that was measured (docs/tools/bits_table.py).
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+import bits_table
+from bits_table import BODIES, Row, all_rows, measured, usual_rows, wrong
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from support import bits_table
-from support.bits_table import BODIES, Row, all_rows, measured, usual_rows, wrong
 
 pytestmark = pytest.mark.full
 

@@ -16,8 +16,8 @@ import pytest
 from mixedkv import KVBlock, Llama
 from mixedkv.engine.batch.batch import Batch
 from mixedkv.kv.checkpoint import Checkpoint
-from support.harness import prompt, rel_rms
-from support.random_rows import Subject
+from support.cache.harness import prompt, rel_rms
+from support.cache.random_rows import Subject
 
 pytestmark = pytest.mark.full
 

@@ -8,7 +8,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.config.mixed import COLD_TYPES, OWN_TYPES
-from support.harness import Mixed, Uniform, prompt, rel_rms
+from support.cache.harness import Mixed, Uniform, prompt, rel_rms
 
 pytestmark = pytest.mark.core
 

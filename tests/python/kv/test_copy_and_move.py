@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support import zoo
-from support.checks import assert_same, check_books, check_rows
-from support.harness import Mixed, prompt
+from support.cache.checks import assert_same, check_books, check_rows
+from support.cache.harness import Mixed, prompt
+from support.models import zoo
 
 pytestmark = [pytest.mark.full, pytest.mark.merged_nightly]
 

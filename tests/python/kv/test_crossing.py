@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from support.crossing.aborts import run as run_aborts
-from support.crossing.aborts import setups as abort_setups
-from support.crossing.crossing_run import again, explore, setups
-from support.crossing.subject import Setup, model_file
-from support.crossing.witnesses import WITNESSES
+from support.cache.crossing.aborts import run as run_aborts
+from support.cache.crossing.aborts import setups as abort_setups
+from support.cache.crossing.crossing_run import again, explore, setups
+from support.cache.crossing.subject import Setup, model_file
+from support.cache.crossing.witnesses import WITNESSES
 
 pytestmark = pytest.mark.full
 

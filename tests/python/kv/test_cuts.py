@@ -12,7 +12,7 @@ import pytest
 import mixedkv
 from mixedkv import Llama, _core
 from mixedkv.bundled import model_path
-from support.hidden import hidden
+from support.cache.hidden import hidden
 
 STEPS = (1, 1, 2, 3, 7, 20, 33, 64, 100, 200)  # tokens, one of these each time
 

@@ -15,8 +15,8 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.config.mixed import OWN_TYPES
 from mixedkv.errors import UnsupportedModelError
-from support import zoo
-from support.harness import Ctx, InitError, Mixed, Model, prompt, rel_rms
+from support.cache.harness import Ctx, InitError, Mixed, Model, prompt, rel_rms
+from support.models import zoo
 
 pytestmark = [
     pytest.mark.full,

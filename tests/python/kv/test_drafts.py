@@ -8,9 +8,9 @@ from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
 from mixedkv import Llama, _core
 from mixedkv.native import llama_cpp as _llama_cpp
-from support.checks import assert_same, check_books, check_rows
-from support.conversation_support import open_llama
-from support.harness import Mixed, prompt
+from support.cache.checks import assert_same, check_books, check_rows
+from support.cache.harness import Mixed, prompt
+from support.engine.conversations import open_llama
 
 pytestmark = [pytest.mark.full, pytest.mark.merged_nightly]
 

@@ -19,12 +19,12 @@ from mixedkv.bundled import corpus
 from mixedkv.kv.block import KVBlock
 from mixedkv.model.gguf_copy import write_and_close
 from mixedkv.store.identity import Identity
-from support import zoo
-from support.divergence import divergence, log_p
-from support.harness import Ctx, Mixed, Model, Uniform, prompt, rel_rms
-from support.hidden import hidden
-from support.planted import plant
-from support.zoo.dense import stablelm
+from support.cache.divergence import divergence, log_p
+from support.cache.harness import Ctx, Mixed, Model, Uniform, prompt, rel_rms
+from support.cache.hidden import hidden
+from support.models import zoo
+from support.models.planted import plant
+from support.models.zoo.dense import stablelm
 
 pytestmark = pytest.mark.full
 

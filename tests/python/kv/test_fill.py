@@ -11,7 +11,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.chunks.gate import compare, last_logits
 from mixedkv.errors import UnsupportedModelError
-from support.conversation_support import RECALL, open_llama
+from support.engine.conversations import RECALL, open_llama
 
 pytestmark = pytest.mark.full
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mixedkv import Llama, _core
-from support.harness import Ctx, InitError, Mixed, Uniform, prompt, rel_rms
+from support.cache.harness import Ctx, InitError, Mixed, Uniform, prompt, rel_rms
 
 pytestmark = pytest.mark.core
 

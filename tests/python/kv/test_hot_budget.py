@@ -13,10 +13,10 @@ from mixedkv.bundled import model_path
 from mixedkv.config import PRESETS, parse_kv
 from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
-from support.checks import assert_same, tolerance, worst
-from support.harness import Ctx, DecodeError, InitError, Mixed, prompt, rel_rms
-from support.hidden import hidden
-from support.oracle import Oracle
+from support.cache.checks import assert_same, tolerance, worst
+from support.cache.harness import Ctx, DecodeError, InitError, Mixed, prompt, rel_rms
+from support.cache.hidden import hidden
+from support.cache.oracle import Oracle
 
 pytestmark = [pytest.mark.full, pytest.mark.merged_nightly]
 

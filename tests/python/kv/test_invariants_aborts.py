@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support import zoo
-from support.checks import worst
-from support.harness import Ctx, DecodeError, Mixed, Uniform, prompt
+from support.cache.checks import worst
+from support.cache.harness import Ctx, DecodeError, Mixed, Uniform, prompt
+from support.models import zoo
 
 pytestmark = [pytest.mark.full, pytest.mark.by_model]
 

@@ -7,9 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from support import zoo
-from support.checks import TOL_FUSED, tolerance, worst
-from support.harness import Ctx, Mixed, Uniform, prompt, rel_rms
+from support.cache.checks import TOL_FUSED, tolerance, worst
+from support.cache.harness import Ctx, Mixed, Uniform, prompt, rel_rms
+from support.models import zoo
 
 pytestmark = [pytest.mark.core, pytest.mark.by_model]
 

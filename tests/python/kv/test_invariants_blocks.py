@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import pytest
 
-from support import zoo
-from support.harness import Ctx, Mixed, Uniform, prompt, rel_rms
+from support.cache.harness import Ctx, Mixed, Uniform, prompt, rel_rms
+from support.models import zoo
 
 pytestmark = [pytest.mark.core, pytest.mark.by_model]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support import zoo
-from support.harness import Mixed, Uniform, prompt, rel_rms
+from support.cache.harness import Mixed, Uniform, prompt, rel_rms
+from support.models import zoo
 
 pytestmark = [pytest.mark.core, pytest.mark.by_model]
 

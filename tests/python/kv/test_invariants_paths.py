@@ -9,9 +9,9 @@ import itertools
 import numpy as np
 import pytest
 
-from support import zoo
-from support.checks import TOL_FUSED, TOL_MERGED, distances, tolerance, worst
-from support.harness import Mixed, Uniform, prompt
+from support.cache.checks import TOL_FUSED, TOL_MERGED, distances, tolerance, worst
+from support.cache.harness import Mixed, Uniform, prompt
+from support.models import zoo
 
 pytestmark = [pytest.mark.core, pytest.mark.by_model]
 

@@ -11,8 +11,8 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from support.checks import worst
-from support.harness import Ctx, Mixed, Uniform, prompt
+from support.cache.checks import worst
+from support.cache.harness import Ctx, Mixed, Uniform, prompt
 
 pytestmark = pytest.mark.full
 

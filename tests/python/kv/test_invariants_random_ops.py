@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from support.checks import TOL_STEP, check_books, check_rows, distances, tolerance
-from support.harness import Ctx, DecodeError, Mixed, Uniform, prompt, rel_rms
-from support.oracle import Oracle, oracle_of
+from support.cache.checks import TOL_STEP, check_books, check_rows, distances, tolerance
+from support.cache.harness import Ctx, DecodeError, Mixed, Uniform, prompt, rel_rms
+from support.cache.oracle import Oracle, oracle_of
 
 pytestmark = [pytest.mark.full, pytest.mark.merged_nightly]
 
@@ -161,7 +161,7 @@ KV = Mixed(threshold=24, group=8, sinks=3)
 
 
 def run_on_oracle(load, name: str, kv: Mixed, unified: bool, plan: list[tuple]) -> None:
-    from support import zoo
+    from support.models import zoo
 
     il = zoo.SHAPES[name].kv_layers[0]
     options = {"n_seq_max": N_SEQ, "unified": unified}

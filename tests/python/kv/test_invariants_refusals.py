@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from support.harness import TYPES, Ctx, InitError, Mixed, Uniform, prompt
+from support.cache.harness import TYPES, Ctx, InitError, Mixed, Uniform, prompt
 
 pytestmark = [pytest.mark.core, pytest.mark.by_model]
 

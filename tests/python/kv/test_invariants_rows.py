@@ -11,10 +11,10 @@ import itertools
 import numpy as np
 import pytest
 
-from support import zoo
-from support.checks import check_books, check_rows, tolerance, worst
-from support.harness import Mixed, prompt, rel_rms
-from support.oracle import Oracle, Row
+from support.cache.checks import check_books, check_rows, tolerance, worst
+from support.cache.harness import Mixed, prompt, rel_rms
+from support.cache.oracle import Oracle, Row
+from support.models import zoo
 
 pytestmark = [pytest.mark.core, pytest.mark.by_model]
 
@@ -123,7 +123,7 @@ def test_the_cold_row_is_there_from_the_start(open_pair) -> None:
 
 def test_unrotate_gives_back_the_plain_keys(open_pair) -> None:
     """A scaled and rotated row of the cache, turned back, is the K that the model computed."""
-    from support.oracle import rotate
+    from support.cache.oracle import rotate
 
     ctx, oracle = open_pair("llama-128", 0, WINDOW)
     ctx.decode(prompt(30))

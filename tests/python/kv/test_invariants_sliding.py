@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support.checks import TOL_INT8, check_books, worst
-from support.harness import Ctx, DecodeError, Mixed, Uniform, prompt
+from support.cache.checks import TOL_INT8, check_books, worst
+from support.cache.harness import Ctx, DecodeError, Mixed, Uniform, prompt
 
 pytestmark = [pytest.mark.full, pytest.mark.by_model]
 

@@ -14,9 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support import TESTS, zoo
-from support.checks import assert_same, check_books, check_rows
-from support.harness import Ctx, Mixed, Uniform, prompt, rel_rms
+from support import TESTS
+from support.cache.checks import assert_same, check_books, check_rows
+from support.cache.harness import Ctx, Mixed, Uniform, prompt, rel_rms
+from support.models import zoo
 
 pytestmark = [pytest.mark.core, pytest.mark.by_model]
 
@@ -218,8 +219,8 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import mixedkv
 import numpy as np
-from support.harness import Ctx, DecodeError, Mixed, Model, prompt
-from support.checks import check_books
+from support.cache.harness import Ctx, DecodeError, Mixed, Model, prompt
+from support.cache.checks import check_books
 model = Model(sys.argv[2])
 kv = Mixed(threshold=8, group=4, sinks=1)
 with Ctx(model, kv, n_ctx=256) as ctx:

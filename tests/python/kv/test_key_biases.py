@@ -12,11 +12,11 @@ import pytest
 
 from mixedkv import Llama, bundled
 from mixedkv.bundled import corpus
-from support import zoo
-from support.divergence import divergence, log_p
-from support.harness import Ctx, Mixed, Model, Uniform, prompt, rel_rms
-from support.planted import plant
-from support.zoo.dense import stablelm
+from support.cache.divergence import divergence, log_p
+from support.cache.harness import Ctx, Mixed, Model, Uniform, prompt, rel_rms
+from support.models import zoo
+from support.models.planted import plant
+from support.models.zoo.dense import stablelm
 
 pytestmark = pytest.mark.full
 

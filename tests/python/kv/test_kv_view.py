@@ -12,7 +12,7 @@ import pytest
 
 from mixedkv import Llama, MixedKVConfig, UniformKV
 from mixedkv.bundled import model_path
-from support import zoo
+from support.models import zoo
 
 pytestmark = pytest.mark.core
 

@@ -15,8 +15,8 @@ from mixedkv.errors import UnsupportedModelError
 from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.store import KVStore
-from support import zoo
-from support.harness import Ctx, Mixed, Model, Uniform, prompt, rel_rms
+from support.cache.harness import Ctx, Mixed, Model, Uniform, prompt, rel_rms
+from support.models import zoo
 
 pytestmark = [pytest.mark.full, pytest.mark.merged_nightly]
 

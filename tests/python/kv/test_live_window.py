@@ -11,8 +11,8 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.native.memory import own_memory
-from support.checks import assert_same, check_books, check_rows
-from support.harness import Mixed, prompt
+from support.cache.checks import assert_same, check_books, check_rows
+from support.cache.harness import Mixed, prompt
 
 pytestmark = pytest.mark.full
 

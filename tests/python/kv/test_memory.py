@@ -9,7 +9,7 @@ import gguf
 import pytest
 
 from support import TESTS
-from support.harness import Mixed, Uniform
+from support.cache.harness import Mixed, Uniform
 from support.patience import PATIENCE
 
 pytestmark = pytest.mark.full
@@ -70,7 +70,7 @@ GROWTH = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import mixedkv
-from support.harness import Ctx, Mixed, Model, Uniform
+from support.cache.harness import Ctx, Mixed, Model, Uniform
 
 def resident():
     with open("/proc/self/statm") as statm:

@@ -17,7 +17,7 @@ from mixedkv.chunks.gate import last_logits
 from mixedkv.engine import PromptCache
 from mixedkv.engine.batch.batch import Batch
 from mixedkv.store import Identity, KVStore
-from support.harness import prompt, rel_rms
+from support.cache.harness import prompt, rel_rms
 
 pytestmark = pytest.mark.full
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from support import zoo
-from support.harness import Ctx, Mixed, Model, prompt, rel_rms
+from support.cache.harness import Ctx, Mixed, Model, prompt, rel_rms
+from support.models import zoo
 
 pytestmark = pytest.mark.full
 

@@ -9,7 +9,7 @@ import pytest
 from mixedkv.cli import main
 from mixedkv_bench.output import read_result
 from mixedkv_bench.quality import QualityRow
-from support.hidden import hidden
+from support.cache.hidden import hidden
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("real model")]
 

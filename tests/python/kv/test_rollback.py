@@ -11,7 +11,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.errors import UnsupportedModelError
-from support.harness import Ctx, Mixed, Uniform, prompt, rel_rms
+from support.cache.harness import Ctx, Mixed, Uniform, prompt, rel_rms
 
 pytestmark = [pytest.mark.core, pytest.mark.by_model]
 

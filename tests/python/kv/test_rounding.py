@@ -11,8 +11,8 @@ import pytest
 import mixedkv
 from mixedkv import Llama, _core
 from mixedkv.bundled import model_path
-from support.divergence import divergence
-from support.hidden import hidden
+from support.cache.divergence import divergence
+from support.cache.hidden import hidden
 
 pytestmark = pytest.mark.full
 

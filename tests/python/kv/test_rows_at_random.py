@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from support.random_rows import Sizes, Subject, Tally
-from support.same_bits import has_same_bits
+from support.cache.random_rows import Sizes, Subject, Tally
+from support.cache.same_bits import has_same_bits
 
 pytestmark = pytest.mark.full
 

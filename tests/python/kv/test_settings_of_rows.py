@@ -17,8 +17,7 @@ import pytest
 from mixedkv import KVBlock, Llama
 from mixedkv.kv.row_setting import difference
 from mixedkv.store import Identity, KVStore
-from support.remote_servers import redis_server
-from support.row_settings import (
+from support.cache.row_settings import (
     ROUNDING,
     Settings,
     adapters_in,
@@ -29,6 +28,7 @@ from support.row_settings import (
     set_adapter,
     set_control,
 )
+from support.servers.remote import redis_server
 
 pytestmark = pytest.mark.full
 
@@ -373,7 +373,7 @@ def test_a_checkpoint_of_another_window_is_approximate(zoo_path: Callable[[str],
 _CHILD = """
 import json, sys
 from mixedkv.store import KVStore
-from support.row_settings import Settings, opened
+from support.cache.row_settings import Settings, opened
 path, place, tokens, settings = json.loads(sys.stdin.read())
 where = {"remote": place} if "://" in place else {}
 options = {"recheck": False, **where}

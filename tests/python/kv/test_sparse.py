@@ -14,8 +14,8 @@ from mixedkv import Llama, MixedKVConfig, _core
 from mixedkv.bundled import model_path
 from mixedkv.config import parse_kv
 from mixedkv_bench.harness.sample_text import document
-from support.divergence import divergence
-from support.planted import plant
+from support.cache.divergence import divergence
+from support.models.planted import plant
 
 pytestmark = pytest.mark.full
 

@@ -16,7 +16,7 @@ from llama_cpp._ggml import libggml
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.chunks.gate import last_logits
-from support.conversation_support import open_llama
+from support.engine.conversations import open_llama
 
 pytestmark = pytest.mark.core
 

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from mixedkv import bundled
-from support import TESTS, zoo
-from support.stock_library import stock_library
+from support import TESTS
+from support.cache.stock_library import stock_library
+from support.models import zoo
 
 pytestmark = [pytest.mark.nightly, pytest.mark.needs("stock llama.cpp")]
 

@@ -9,8 +9,8 @@ import itertools
 import numpy as np
 import pytest
 
-from support.checks import assert_same, check_books, check_rows
-from support.harness import Mixed, prompt, rel_rms
+from support.cache.checks import assert_same, check_books, check_rows
+from support.cache.harness import Mixed, prompt, rel_rms
 
 pytestmark = [pytest.mark.full, pytest.mark.by_model, pytest.mark.merged_nightly]
 

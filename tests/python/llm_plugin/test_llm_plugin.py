@@ -14,9 +14,9 @@ import pytest
 
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
-from support.families import template_path
+from support.models.families import template_path
 from support.patience import PATIENCE, wait_for
-from support.server_support import children, running
+from support.servers.server import children, running
 
 llm = pytest.importorskip("llm", reason="needs the Python package llm")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from feature_table import missing, page, without_models
 from support import REPOSITORY
-from support.feature_table import missing, page, without_models
 
 pytestmark = pytest.mark.full
 

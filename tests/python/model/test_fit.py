@@ -18,8 +18,8 @@ from mixedkv.native.memory import memory_room
 from mixedkv_server.serve import open_server
 from mixedkv_server.settings import ServerSettings
 from mixedkv_service.keys import Keys
-from support.adapters import write_adapter
-from support.zoo.projector import write_projector
+from support.models.adapters import write_adapter
+from support.models.zoo.projector import write_projector
 
 pytestmark = pytest.mark.full
 

@@ -10,7 +10,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.model.footprint import Sliding, footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
-from support import zoo
+from support.models import zoo
 
 pytestmark = [pytest.mark.full, pytest.mark.by_model]
 

@@ -22,7 +22,7 @@ from mixedkv_bench.harness.real_text import read_real_text
 from mixedkv_split.client import SplitClient
 from mixedkv_split.export import export
 from mixedkv_split.head import Head
-from support import split_support
+from support.servers import split_servers
 
 pytestmark = [pytest.mark.nightly, pytest.mark.needs("real model")]
 
@@ -106,13 +106,13 @@ def test_streamed_layers_give_the_same_bits(real_model_gemma_q4: Path) -> None:
 
 
 def test_both_halves_answer_as_the_whole_does(real_model_gemma_q4: Path, tmp_path: Path) -> None:
-    parts = split_support.split(real_model_gemma_q4, tmp_path)
+    parts = split_servers.split(real_model_gemma_q4, tmp_path)
     with Llama(real_model_gemma_q4, n_ctx=1024, **OPTIONS) as llm:
         prompt = tokens_of(llm)
-        alone = split_support.local_tokens(llm, prompt, 16)
+        alone = split_servers.local_tokens(llm, prompt, 16)
     with (
         Head(parts.head, n_threads=1) as head,
-        split_support.running(parts.body, kv="mixed", n_ctx=1024) as server,
+        split_servers.running(parts.body, kv="mixed", n_ctx=1024) as server,
         SplitClient(head, server.address) as client,
         client.session() as session,
     ):

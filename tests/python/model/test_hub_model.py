@@ -14,11 +14,11 @@ from mixedkv.bundled import model_path
 from mixedkv.model.encoder import encoder_beside
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.named_model import choose, hub_model
-from support.image_support import png
-from support.local_hub import LocalHub, local_hub
+from support.models.images import png
+from support.models.zoo.projector import write_projector
 from support.patience import PATIENCE
-from support.server_support import running
-from support.zoo.projector import write_projector
+from support.servers.local_hub import LocalHub, local_hub
+from support.servers.server import running
 
 pytest.importorskip("huggingface_hub", reason="needs the Python package huggingface_hub")
 

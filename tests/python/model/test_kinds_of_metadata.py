@@ -14,7 +14,7 @@ from mixedkv.bundled import model_path
 from mixedkv.cli.main import main
 from mixedkv.errors import InvalidModelFileError, UnsupportedModelError
 from mixedkv.model.gguf_copy import copy_metadata, write_and_close
-from support.adapters import write_adapter
+from support.models.adapters import write_adapter
 
 pytestmark = pytest.mark.full
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from support import zoo
-from support.harness import prompt
-from support.served_models import N_NEW, N_TURN, Answered, Served, converse, in_new_process, questions
+from support.cache.harness import prompt
+from support.models import zoo
+from support.servers.served_models import N_NEW, N_TURN, Answered, Served, converse, in_new_process, questions
 
 pytestmark = pytest.mark.full
 

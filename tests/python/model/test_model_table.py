@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from model_table import page
 from support import REPOSITORY
-from support.model_table import page
 
 pytestmark = pytest.mark.full
 

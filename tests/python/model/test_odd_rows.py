@@ -14,7 +14,7 @@ from mixedkv.chunks.gate import last_logits
 from mixedkv.engine.batch.batch import Batch
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.store import KVStore
-from support.harness import prompt, rel_rms
+from support.cache.harness import prompt, rel_rms
 
 pytestmark = pytest.mark.full
 

@@ -10,7 +10,7 @@ from mixedkv.config import parse_kv
 from mixedkv.model.footprint import footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.resolve_budget import for_budget
-from support.bench_support import run
+from support.bench import run
 
 pytestmark = pytest.mark.full
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.browser import launch
+from support.clients.browser import launch
 from support.patience import PATIENCE
 
 

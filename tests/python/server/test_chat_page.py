@@ -12,11 +12,11 @@ import pytest
 
 from mixedkv.bundled import model_path
 from mixedkv.model.gguf_file import read_model_file
-from support.browser import CONTRASTS, OVERFLOWS, PHONE
-from support.image_support import png
+from support.clients.browser import CONTRASTS, OVERFLOWS, PHONE
+from support.models.images import png
+from support.models.zoo.projector import write_projector
 from support.patience import wait_for
-from support.server_support import Server, key_file, running
-from support.zoo.projector import write_projector
+from support.servers.server import Server, key_file, running
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
 pytestmark = [pytest.mark.full, pytest.mark.needs("chromium")]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from support.browser import CONTRASTS, OVERFLOWS, PHONE
-from support.server_support import Server, running
+from support.clients.browser import CONTRASTS, OVERFLOWS, PHONE
+from support.servers.server import Server, running
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
 pytestmark = [pytest.mark.full, pytest.mark.needs("chromium")]

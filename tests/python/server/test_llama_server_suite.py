@@ -10,8 +10,8 @@ import pytest
 
 from mixedkv.cli.main import make_parser
 from mixedkv.cli.words import unknown
-from support.llama_server.exceptions import EXCEPTIONS, FILES, known
-from support.llama_server.suite import compare, files, run, unpack
+from support.clients.llama_server.exceptions import EXCEPTIONS, FILES, known
+from support.clients.llama_server.suite import compare, files, run, unpack
 
 pytestmark = pytest.mark.full
 

@@ -7,12 +7,12 @@ import re
 import pytest
 
 from support import REPOSITORY
-from support.peer_features import CHECKS, Asked, tried
-from support.server_support import MODEL, running
+from support.clients.peer_features import CHECKS, Asked, tried
+from support.servers.server import MODEL, running
 
 pytestmark = pytest.mark.nightly
 
-TEMPLATE = REPOSITORY / "tests/python/support/templates/qwen3.jinja"
+TEMPLATE = REPOSITORY / "tests/python/support/models/templates/qwen3.jinja"
 
 
 def test_each_row_works() -> None:

@@ -15,8 +15,8 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from support.recorded import with_a_token_that_calls
-from support.server_support import MODEL, Server, running
+from support.models.recorded_calls import with_a_token_that_calls
+from support.servers.server import MODEL, Server, running
 
 pytestmark = pytest.mark.nightly
 

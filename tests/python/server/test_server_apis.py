@@ -12,9 +12,9 @@ import httpx
 import openai
 import pytest
 
-from support.families import ADD, template_path
+from support.models.families import ADD, template_path
 from support.patience import PATIENCE
-from support.server_support import MODEL, Server, running
+from support.servers.server import MODEL, Server, running
 
 pytestmark = pytest.mark.full
 

@@ -27,8 +27,8 @@ from mixedkv_server.http.json_body import SaidOnce, parse, shown
 from mixedkv_server.pools import LARGE
 from mixedkv_service.settings import in_words
 from support.patience import PATIENCE
-from support.remote_servers import redis_server
-from support.server_support import MODEL, Server, running
+from support.servers.remote import redis_server
+from support.servers.server import MODEL, Server, running
 
 pytestmark = pytest.mark.full
 

@@ -16,10 +16,10 @@ import pytest
 
 from mixedkv.bundled import model_path
 from mixedkv_server.http.places import ConnectionPlace, Places, Stage, address_of
-from support.certificates import Authority
+from support.clients.raw_http import KEYS, SHORT, answer, connected, is_closed, post
 from support.patience import wait_for
-from support.raw_http import KEYS, SHORT, answer, connected, is_closed, post
-from support.server_support import Server, key_file, running
+from support.servers.certificates import Authority
+from support.servers.server import Server, key_file, running
 
 pytestmark = pytest.mark.full
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.not_finite import write_model
-from support.server_support import Server, running
+from support.models.not_finite import write_model
+from support.servers.server import Server, running
 
 pytestmark = pytest.mark.full
 

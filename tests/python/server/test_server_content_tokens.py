@@ -11,9 +11,9 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.engine.chat.tokenizer import Tokenizer
-from support.control_tokens import control_tokens, source, templates, write_model
-from support.families import TEMPLATES
-from support.server_support import Server, running
+from support.models.control_tokens import control_tokens, source, templates, write_model
+from support.models.families import TEMPLATES
+from support.servers.server import Server, running
 
 pytestmark = pytest.mark.full
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.server_support import Server, running
+from support.servers.server import Server, running
 
 pytestmark = pytest.mark.full
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from support.families import template_path
-from support.server_support import Server, running
+from support.models.families import template_path
+from support.servers.server import Server, running
 
 pytestmark = pytest.mark.full
 

@@ -24,7 +24,7 @@ from mixedkv.bundled import model_path
 from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
 from mixedkv.model.gguf_file import read_model_file
 from support.patience import PATIENCE, wait_for
-from support.server_support import MODEL, Server, running
+from support.servers.server import MODEL, Server, running
 
 pytestmark = pytest.mark.full
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from support.patience import PATIENCE
-from support.remote_servers import free_port
-from support.server_support import Direct, running
+from support.servers.remote import free_port
+from support.servers.server import Direct, running
 
 msgspec = pytest.importorskip("msgspec", reason="msgspec is not installed")
 zmq = pytest.importorskip("zmq", reason="pyzmq is not installed")

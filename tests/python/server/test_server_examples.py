@@ -15,7 +15,7 @@ import pytest
 from mixedkv_server.http_server import _LONGEST_END
 from mixedkv_server.settings import ServerSettings
 from support import REPOSITORY
-from support.server_support import Server, running
+from support.servers.server import Server, running
 
 yaml = pytest.importorskip("yaml", reason="needs the package PyYAML")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from support.patience import PATIENCE, wait_for
-from support.server_support import Server, key_file, running
+from support.servers.server import Server, key_file, running
 
 pytestmark = pytest.mark.full
 

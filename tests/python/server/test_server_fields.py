@@ -9,8 +9,8 @@ import openai
 import pytest
 from pydantic import ValidationError
 
+from api_fields import ENDPOINTS, fields, page
 from support import REPOSITORY
-from support.api_fields import ENDPOINTS, fields, page
 
 pytestmark = pytest.mark.full
 

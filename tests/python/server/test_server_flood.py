@@ -17,7 +17,7 @@ import pytest
 from support import TESTS
 from support.children import flood_child
 from support.patience import wait_for
-from support.server_support import Server, key_file, running
+from support.servers.server import Server, key_file, running
 
 pytestmark = pytest.mark.full
 

@@ -18,7 +18,7 @@ from mixedkv import __version__
 from mixedkv.bundled.corpus import make_recall
 from mixedkv_server.http_server import listen
 from mixedkv_server.settings import ServerSettings
-from support.server_support import MODEL, Server, running
+from support.servers.server import MODEL, Server, running
 
 pytestmark = pytest.mark.core
 

@@ -15,11 +15,11 @@ from PIL import Image
 
 from mixedkv.bundled import model_path
 from mixedkv.model.gguf_file import read_model_file
-from support.families import ADD
-from support.image_support import data_url, png
+from support.models.families import ADD
+from support.models.images import data_url, png
+from support.models.zoo.projector import write_projector
 from support.patience import PATIENCE
-from support.server_support import MODEL, Server, running
-from support.zoo.projector import write_projector
+from support.servers.server import MODEL, Server, running
 
 pytestmark = pytest.mark.full
 
@@ -200,7 +200,7 @@ def test_encoders_that_cannot_be(options: tuple[str, ...], says: str) -> None:
 
 
 def test_tools_and_images(mmproj: Path) -> None:
-    from support.families import template_path
+    from support.models.families import template_path
 
     template = str(template_path("Qwen-Qwen2.5-7B-Instruct"))
     with running("--n-ctx", "4096", "--chat-format", template, "--mmproj", str(mmproj)) as server:

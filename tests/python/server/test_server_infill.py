@@ -10,8 +10,8 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.engine.chat.tokenizer import Tokenizer
-from support.fim import write_fim_model
-from support.server_support import Server, running
+from support.models.fim import write_fim_model
+from support.servers.server import Server, running
 
 pytestmark = pytest.mark.full
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from support.recorded import TEMPLATES
-from support.server_support import MODEL, Server, running
+from support.models.recorded_calls import TEMPLATES
+from support.servers.server import MODEL, Server, running
 
 pytestmark = pytest.mark.nightly
 
 langchain = pytest.importorskip("langchain_openai", reason="needs the package langchain-openai")
 suites = pytest.importorskip("langchain_tests.integration_tests", reason="needs the package langchain-tests")
 
-from support.langchain_suite import ChatSuite, run_async_tests  # noqa: E402
+from support.clients.langchain_suite import ChatSuite, run_async_tests  # noqa: E402
 
 _server: Server | None = None
 _brief: dict[str, int] = {}

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from support.server_support import Server, running
+from support.servers.server import Server, running
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.needs("real model")]
 
 pytest.importorskip("langchain_openai", reason="needs the package langchain-openai")
 pytest.importorskip("langchain_tests.integration_tests", reason="needs the package langchain-tests")
 
-from support.langchain_suite import ChatSuite, run_async_tests  # noqa: E402
+from support.clients.langchain_suite import ChatSuite, run_async_tests  # noqa: E402
 
 MODEL = "smollm2"
 _server: Server | None = None

@@ -25,7 +25,7 @@ from cryptography.x509.oid import NameOID
 from mixedkv_server.settings import ServerSettings
 from mixedkv_service.tls import TLS
 from support.patience import PATIENCE, wait_for
-from support.server_support import MODEL, Server, running
+from support.servers.server import MODEL, Server, running
 
 pytestmark = pytest.mark.full
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.server_support import MODEL, Server, running
+from support.servers.server import MODEL, Server, running
 
 pytestmark = pytest.mark.full
 

@@ -13,7 +13,7 @@ import pytest
 
 from mixedkv_server.logs import Formatter, JSONFormatter, RateLimit, message_of, of_model, request_id
 from support.patience import wait_for
-from support.server_support import Server, running
+from support.servers.server import Server, running
 
 pytestmark = pytest.mark.full
 

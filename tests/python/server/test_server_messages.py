@@ -10,7 +10,7 @@ import pytest
 
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.cli.main import main
-from support.server_support import MODEL, Server, key_file, running
+from support.servers.server import MODEL, Server, key_file, running
 
 pytestmark = pytest.mark.full
 

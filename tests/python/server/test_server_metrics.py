@@ -9,7 +9,7 @@ import pytest
 
 from mixedkv_server.app import SharedText
 from mixedkv_service.keys import MetricsKey
-from support.server_support import key_file, running
+from support.servers.server import key_file, running
 
 pytestmark = pytest.mark.full
 

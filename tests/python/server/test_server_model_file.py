@@ -17,7 +17,7 @@ import pytest
 from mixedkv.bundled import model_path
 from mixedkv_server.engines import ModelWatch
 from support.patience import PATIENCE, wait_for
-from support.server_support import running
+from support.servers.server import running
 
 pytestmark = pytest.mark.full
 

@@ -23,10 +23,10 @@ from mixedkv.chunks.gate import last_logits
 from mixedkv_server.engines import speculation_of
 from mixedkv_server.models import served_models
 from mixedkv_server.settings import ServerSettings
-from support import prefork
-from support.adapters import write_adapter
+from support.models.adapters import write_adapter
 from support.patience import wait_for
-from support.server_support import MODEL, Server, running
+from support.servers import prefork
+from support.servers.server import MODEL, Server, running
 
 pytestmark = pytest.mark.full
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from support.families import ADD, template_path
+from support.models.families import ADD, template_path
 from support.patience import PATIENCE
-from support.server_support import MODEL, Server, key_file, running
+from support.servers.server import MODEL, Server, key_file, running
 
 ollama = pytest.importorskip("ollama", reason="needs the Python package ollama")
 

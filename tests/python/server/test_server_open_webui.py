@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.server_support import MODEL, Server, running
+from support.servers.server import MODEL, Server, running
 
 pytestmark = pytest.mark.nightly
 

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from support.patience import PATIENCE
-from support.remote_servers import redis_server
-from support.server_support import Server, running
+from support.servers.remote import redis_server
+from support.servers.server import Server, running
 
 pytestmark = pytest.mark.full
 

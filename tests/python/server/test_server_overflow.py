@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from mixedkv.bundled.corpus import make_recall
 from mixedkv_server.settings import ServerSettings
-from support.server_support import MODEL, Server, running
+from support.servers.server import MODEL, Server, running
 
 pytestmark = pytest.mark.full
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from support.browser import CONTRASTS, OVERFLOWS, PHONE
+from support.clients.browser import CONTRASTS, OVERFLOWS, PHONE
 from support.patience import PATIENCE
-from support.remote_servers import free_ports
-from support.server_support import MODEL, Server, key_file, running
+from support.servers.remote import free_ports
+from support.servers.server import MODEL, Server, key_file, running
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
 pytestmark = [pytest.mark.full, pytest.mark.needs("chromium")]

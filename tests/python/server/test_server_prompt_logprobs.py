@@ -12,7 +12,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from support.server_support import MODEL, Direct, Server, end_of, running
+from support.servers.server import MODEL, Direct, Server, end_of, running
 
 pytestmark = pytest.mark.full
 

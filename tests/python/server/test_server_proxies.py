@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from support.certificates import Authority
 from support.patience import PATIENCE, wait_for
-from support.server_support import Server, running
+from support.servers.certificates import Authority
+from support.servers.server import Server, running
 
 pytestmark = pytest.mark.full
 

@@ -10,8 +10,8 @@ import pytest
 
 from mixedkv.bundled.corpus import make_recall
 from support.patience import wait_for
-from support.remote_servers import Line, free_port, redis_server
-from support.server_support import MODEL, Server, running
+from support.servers.remote import Line, free_port, redis_server
+from support.servers.server import MODEL, Server, running
 
 pytestmark = pytest.mark.full
 

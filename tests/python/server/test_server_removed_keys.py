@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from mixedkv.bundled import model_path
+from support.clients.raw_http import CHAT, KEYS, SHORT
 from support.patience import PATIENCE, wait_for
-from support.raw_http import CHAT, KEYS, SHORT
-from support.server_support import Server, key_file, running
+from support.servers.server import Server, key_file, running
 
 pytestmark = pytest.mark.full
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from mixedkv import Llama
-from support.server_support import Server, key_file, running
-from support.zoo import Gguf, Shape
-from support.zoo.encoder import decoding_ranker, ranker
+from support.models.zoo import Gguf, Shape
+from support.models.zoo.encoder import decoding_ranker, ranker
+from support.servers.server import Server, key_file, running
 
 pytestmark = pytest.mark.full
 

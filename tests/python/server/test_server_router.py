@@ -26,9 +26,9 @@ import pytest
 from mixedkv import __version__
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
-from support.adapters import write_adapter
+from support.models.adapters import write_adapter
 from support.patience import PATIENCE, wait_for
-from support.server_support import Server, children, key_file, running
+from support.servers.server import Server, children, key_file, running
 
 pytestmark = pytest.mark.full
 

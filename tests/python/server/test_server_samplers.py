@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from support.server_support import Server, running
+from support.servers.server import Server, running
 
 pytestmark = pytest.mark.full
 

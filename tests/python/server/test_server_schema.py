@@ -11,7 +11,7 @@ import hypothesis
 import pytest
 
 from support.patience import PATIENCE
-from support.server_support import MODEL, Server, running
+from support.servers.server import MODEL, Server, running
 
 schemathesis = pytest.importorskip("schemathesis", reason="needs the Python package schemathesis")
 

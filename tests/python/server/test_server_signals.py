@@ -19,10 +19,10 @@ import pytest
 
 from mixedkv._signals import starts_server
 from mixedkv.bundled import model_path
-from support import split_support
+from support.clients.raw_http import KEYS, SHORT
 from support.patience import PATIENCE, wait_for
-from support.raw_http import KEYS, SHORT
-from support.server_support import Server, children, key_file
+from support.servers import split_servers
+from support.servers.server import Server, children, key_file
 
 pytestmark = pytest.mark.full
 
@@ -87,7 +87,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
     copy = shutil.copy(model_path(), folder / "one.gguf")
     warm = folder / "warm.jsonl"
     warm.write_text('{"prompt": "The lamp", "tenant": "anna"}\n')
-    body = split_support.split(model_path(), folder).body
+    body = split_servers.split(model_path(), folder).body
     serve = ["-m", "mixedkv", "serve", "--port", "0", "--threads", "1", *SMALL, *keys]
     return {
         "one model": serve,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from support import soak_clients
+from support.clients import soak_clients
+from support.clients.soak_clients import KEYS, Clients
 from support.patience import wait_for
-from support.server_support import Server, key_file, running
-from support.soak_clients import KEYS, Clients
+from support.servers.server import Server, key_file, running
 
 pytestmark = pytest.mark.full
 

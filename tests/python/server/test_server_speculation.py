@@ -11,9 +11,9 @@ import pytest
 
 from mixedkv.bundled import model_path
 from mixedkv.bundled.corpus import make_recall
-from support.mtp_models import write_counting_model
+from support.models.mtp_models import write_counting_model
 from support.patience import PATIENCE, wait_for
-from support.server_support import Server, running
+from support.servers.server import Server, running
 
 pytestmark = pytest.mark.full
 

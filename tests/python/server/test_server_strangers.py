@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.server_support import Server, key_file, running
+from support.servers.server import Server, key_file, running
 
 pytestmark = pytest.mark.full
 

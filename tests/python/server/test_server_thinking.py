@@ -13,8 +13,8 @@ from typing import Any
 import openai
 import pytest
 
-from support.families import ADD, template_path
-from support.server_support import MODEL, Server, running
+from support.models.families import ADD, template_path
+from support.servers.server import MODEL, Server, running
 
 pytestmark = pytest.mark.full
 

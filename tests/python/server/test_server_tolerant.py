@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from support.patience import PATIENCE, wait_for
-from support.server_support import MODEL, Server, key_file, running
+from support.servers.server import MODEL, Server, key_file, running
 
 pytestmark = pytest.mark.full
 

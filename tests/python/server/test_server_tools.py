@@ -15,9 +15,9 @@ import openai
 import pytest
 
 from mixedkv_server.models import chat_format
-from support.families import ADD, WEATHER, template_path
-from support.recorded import with_a_token_that_calls
-from support.server_support import MODEL, Server, running
+from support.models.families import ADD, WEATHER, template_path
+from support.models.recorded_calls import with_a_token_that_calls
+from support.servers.server import MODEL, Server, running
 
 pytestmark = pytest.mark.full
 

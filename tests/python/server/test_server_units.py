@@ -27,7 +27,7 @@ from mixedkv_server.warming import read_warm_file
 from mixedkv_service.keys import Keys
 from mixedkv_split.split_settings import SplitSettings
 from support.patience import PATIENCE
-from support.server_support import key_file
+from support.servers.server import key_file
 
 pytestmark = pytest.mark.core
 

@@ -12,7 +12,7 @@ import pytest
 from mixedkv_server import watchdog
 from mixedkv_server.watchdog import EXIT_CODE, StepWatch
 from support.patience import PATIENCE, wait_for
-from support.server_support import Server
+from support.servers.server import Server
 
 pytestmark = pytest.mark.full
 

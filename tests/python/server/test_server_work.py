@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from support.server_support import Server, children, key_file, running
+from support.servers.server import Server, children, key_file, running
 
 pytestmark = pytest.mark.full
 

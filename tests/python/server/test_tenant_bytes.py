@@ -17,7 +17,7 @@ from mixedkv_server.api_error import ApiError
 from mixedkv_server.http.middleware import HOLD_ANSWER, BodyLimit
 from mixedkv_server.http.tenant_bytes import MAX_ANSWER_BYTES, TenantBytes
 from mixedkv_service.keys import Keys
-from support.server_support import key_file
+from support.servers.server import key_file
 
 pytestmark = pytest.mark.full
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mixedkv.sessions import ContextCacheManager
-from support.remote_servers import redis_server
-from support.session_support import Clock, Entries, opened
+from support.servers.remote import redis_server
+from support.stores.sessions import Clock, Entries, opened
 
 REDIS = pytest.param("redis", marks=pytest.mark.needs("redis"))
 _NUMBER = itertools.count()

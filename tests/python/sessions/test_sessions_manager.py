@@ -13,7 +13,7 @@ import pytest
 from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager, CreateContextCacheRequest
 from mixedkv.sessions.records import CreateCacheResponse, DeleteCacheResponse, ErrorResponse
 from support.patience import PATIENCE
-from support.session_support import Clock, Entries, code, come, created, empty, wanted
+from support.stores.sessions import Clock, Entries, code, come, created, empty, wanted
 
 pytestmark = pytest.mark.core
 

@@ -11,7 +11,7 @@ import pytest
 from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager
 from mixedkv.sessions.metadata import Held, Quota
 from mixedkv.sessions.records import CreateCacheResponse
-from support.session_support import Clock, code, created, opened, wanted
+from support.stores.sessions import Clock, code, created, opened, wanted
 
 pytestmark = pytest.mark.full
 

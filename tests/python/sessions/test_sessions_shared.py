@@ -15,7 +15,7 @@ from mixedkv.sessions.manager import open_metadata
 from mixedkv.sessions.metadata import Key
 from mixedkv.sessions.records import CreateCacheResponse
 from support.patience import PATIENCE
-from support.session_support import Clock, Entries, code, created, empty, opened, wanted
+from support.stores.sessions import Clock, Entries, code, created, empty, opened, wanted
 
 pytestmark = pytest.mark.full
 

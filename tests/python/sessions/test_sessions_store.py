@@ -16,8 +16,8 @@ from mixedkv.sessions.metadata import PLAIN, Key, RecordCodec, beside
 from mixedkv.sessions.metadata_sqlite import reseal
 from mixedkv.store import KVStore
 from mixedkv.store.encryption import KeyCipher
-from support.session_support import code, created, wanted
-from support.store_support import identity, make_block
+from support.stores.blocks import identity, make_block
+from support.stores.sessions import code, created, wanted
 
 pytestmark = pytest.mark.core
 

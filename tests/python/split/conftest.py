@@ -9,7 +9,7 @@ import pytest
 
 from mixedkv_split.export import Exported
 from mixedkv_split.head import Head
-from support import split_support
+from support.servers import split_servers
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def parts(folder: Path) -> Exported:
-    return split_support.split(split_support.write("llama-64", folder), folder)
+    return split_servers.split(split_servers.write("llama-64", folder), folder)
 
 
 @pytest.fixture(scope="module")

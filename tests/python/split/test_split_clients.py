@@ -25,9 +25,9 @@ from mixedkv.errors import ContextLengthError
 from mixedkv_split.client import SplitClient, SplitServerError
 from mixedkv_split.export import Exported
 from mixedkv_split.head import Head
-from support import split_support
 from support.patience import PATIENCE, wait_for
-from support.split_support import Running
+from support.servers import split_servers
+from support.servers.split_servers import Running
 
 pytestmark = pytest.mark.full
 
@@ -37,7 +37,7 @@ _RECALLS = [make_recall(seed, 20) for seed in range(8)]
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    return split_support.split(model_path(), tmp_path_factory.mktemp("split"))
+    return split_servers.split(model_path(), tmp_path_factory.mktemp("split"))
 
 
 def _used(server: Running) -> int:
@@ -52,7 +52,7 @@ def _answer(client: SplitClient, i: int) -> str:
 @pytest.mark.parametrize("precision", ["f16", "f32"])
 def test_eight_clients_are_answered_right_at_a_time(parts: Exported, head: Head, precision: str) -> None:
     with (
-        split_support.running(parts.body, kv="mixed", n_ctx=8192) as server,
+        split_servers.running(parts.body, kv="mixed", n_ctx=8192) as server,
         SplitClient(head, server.address, precision=precision) as client,
         ThreadPoolExecutor(8) as pool,
     ):
@@ -67,7 +67,7 @@ def test_eight_clients_are_answered_right_at_a_time(parts: Exported, head: Head,
 
 def test_a_session_goes_on_with_what_is_new_only(parts: Exported, head: Head) -> None:
     question = {"role": "user", "content": "What is the code of the mill?"}
-    with split_support.linked(parts, head, kv="mixed", n_ctx=4096) as client, client.session() as session:
+    with split_servers.linked(parts, head, kv="mixed", n_ctx=4096) as client, client.session() as session:
         messages: list[Any] = [*_RECALLS[0].messages]
         first = "".join(session.generate(messages, max_tokens=16, temperature=0))
         n, sent = len(session.tokens), session.n_sent_bytes
@@ -82,7 +82,7 @@ def test_a_session_goes_on_with_what_is_new_only(parts: Exported, head: Head) ->
 def test_drafts_give_the_same_answer_in_fewer_steps(parts: Exported, head: Head, kv: str) -> None:
     """The bundled model repeats a fact word for word, so that lookup finds most of its answer."""
     with (
-        split_support.running(parts.body, kv=kv, n_ctx=2048) as server,
+        split_servers.running(parts.body, kv=kv, n_ctx=2048) as server,
         SplitClient(head, server.address, precision="f32") as client,
     ):
         tokens = [head.tokenizer.encode(recall.messages)[0] for recall in _RECALLS]
@@ -103,7 +103,7 @@ def _tokens(client: SplitClient, prompt: list[int], draft: int) -> list[int]:
 
 
 def test_a_question_asked_again_goes_back(parts: Exported, head: Head) -> None:
-    with split_support.linked(parts, head, kv="f16", n_ctx=2048) as client, client.session() as session:
+    with split_servers.linked(parts, head, kv="f16", n_ctx=2048) as client, client.session() as session:
         prompt = head.tokenizer.encode(_RECALLS[0].messages)[0]
         first = list(session.generate_tokens(prompt, max_tokens=16, temperature=0))
         sent = session.n_sent_bytes
@@ -115,7 +115,7 @@ def test_a_question_asked_again_goes_back(parts: Exported, head: Head) -> None:
 
 def test_an_answer_that_was_lost_on_the_way_is_asked_for_again(parts: Exported, head: Head) -> None:
     """The server stands a token further than the client knows."""
-    with split_support.linked(parts, head, kv="mixed", n_ctx=2048) as client:
+    with split_servers.linked(parts, head, kv="mixed", n_ctx=2048) as client:
         expected = _tokens(client, list(range(5, 50)), 0)
         with client.session() as session:
             answer = []
@@ -129,7 +129,7 @@ def test_an_answer_that_was_lost_on_the_way_is_asked_for_again(parts: Exported, 
 
 
 def test_a_session_outlives_a_stream_that_was_silent(parts: Exported, head: Head) -> None:
-    with split_support.linked(parts, head, kv="mixed", n_ctx=2048, idle_timeout=0.2) as client:
+    with split_servers.linked(parts, head, kv="mixed", n_ctx=2048, idle_timeout=0.2) as client:
         expected = _tokens(client, list(range(5, 50)), 0)
         with client.session() as session:
             stream = session.generate_tokens(list(range(5, 50)), max_tokens=24, temperature=0)
@@ -141,7 +141,7 @@ def test_a_session_outlives_a_stream_that_was_silent(parts: Exported, head: Head
 
 def test_sessions_that_begin_alike_share_rows(parts: Exported, head: Head) -> None:
     with (
-        split_support.running(parts.body, kv="f16", n_ctx=4096) as server,
+        split_servers.running(parts.body, kv="f16", n_ctx=4096) as server,
         SplitClient(head, server.address) as client,
         client.session() as first,
     ):
@@ -165,7 +165,7 @@ def test_a_prompt_beyond_the_context_goes_on_with_sinks_and_window(parts: Export
         )
         prompt = [*start, *middle, *end]
         with (
-            split_support.running(parts.body, kv="mixed", n_ctx=512) as server,
+            split_servers.running(parts.body, kv="mixed", n_ctx=512) as server,
             SplitClient(head, server.address) as client,
         ):
             assert len(prompt) > 2.5 * client.n_ctx
@@ -180,7 +180,7 @@ def test_a_prompt_beyond_the_context_goes_on_with_sinks_and_window(parts: Export
 
 def test_the_command_line_has_a_window(parts: Exported, capsys: pytest.CaptureFixture[str]) -> None:
     prompt = "the rain in the night and the lamp in the mill " * 60
-    with split_support.running(parts.body, n_ctx=256) as server:
+    with split_servers.running(parts.body, n_ctx=256) as server:
         command = ["split", "run", str(parts.head), server.address, "-p", prompt, "-n", "4"]
         assert main(command) == 2
         assert "give a window" in capsys.readouterr().err
@@ -189,7 +189,7 @@ def test_the_command_line_has_a_window(parts: Exported, capsys: pytest.CaptureFi
 
 
 def test_an_answer_longer_than_the_context_goes_on(parts: Exported, head: Head) -> None:
-    with split_support.linked(parts, head, kv="mixed", n_ctx=512) as client, client.session() as session:
+    with split_servers.linked(parts, head, kv="mixed", n_ctx=512) as client, client.session() as session:
         ends = head.tokenizer.tokenize("The rain", start=False)
         answer = list(
             session.generate_tokens(
@@ -202,7 +202,7 @@ def test_an_answer_longer_than_the_context_goes_on(parts: Exported, head: Head) 
 
 def test_rows_that_had_to_go_are_sent_again(parts: Exported, head: Head) -> None:
     """More sessions than the context has room for: all get on, by turns, to the same answers."""
-    with split_support.linked(parts, head, n_ctx=1024, parallel=1, idle_sessions=1) as client:
+    with split_servers.linked(parts, head, n_ctx=1024, parallel=1, idle_sessions=1) as client:
         expected = [_answer(client, i) for i in range(3)]
         sessions = [client.session() for _ in range(3)]
         streams = [
@@ -222,7 +222,7 @@ def test_rows_that_had_to_go_are_sent_again(parts: Exported, head: Head) -> None
 def test_a_client_that_goes_away_frees_its_place(parts: Exported, head: Head) -> None:
     """parallel=1: whoever comes next would wait for ever."""
     with (
-        split_support.running(parts.body, kv="mixed", n_ctx=4096, parallel=1) as server,
+        split_servers.running(parts.body, kv="mixed", n_ctx=4096, parallel=1) as server,
         SplitClient(head, server.address) as client,
     ):
         expected = _answer(client, 0)
@@ -329,7 +329,7 @@ class _Proxy:
 
 
 def test_a_network_that_stalls_is_given_up_and_tried_again(parts: Exported, head: Head) -> None:
-    with split_support.running(parts.body, kv="mixed", n_ctx=4096) as server:
+    with split_servers.running(parts.body, kv="mixed", n_ctx=4096) as server:
         proxy = _Proxy(server.port)
         with SplitClient(head, f"127.0.0.1:{proxy.port}", keepalive=1.0) as client:
             expected = "".join(client.generate(_RECALLS[2].messages, max_tokens=24, temperature=0))

@@ -18,8 +18,8 @@ from mixedkv_split.client import SplitClient
 from mixedkv_split.cloak import rotation
 from mixedkv_split.export import Exported, export
 from mixedkv_split.head import Head
-from support import split_support
-from support.planted import plant
+from support.models.planted import plant
+from support.servers import split_servers
 
 pytestmark = pytest.mark.full
 
@@ -53,7 +53,7 @@ def _both(model: Path) -> tuple[Exported, Exported]:
 def _client(parts: Exported, kv: str, precision: str = "f32") -> Iterator[SplitClient]:
     with (
         Head(parts.head, n_threads=1) as head,
-        split_support.running(parts.body, kv=kv) as server,
+        split_servers.running(parts.body, kv=kv) as server,
         SplitClient(head, server.address, precision=precision) as client,
     ):
         yield client
@@ -131,8 +131,8 @@ def test_distributions_are_the_same(
 @pytest.mark.parametrize("name", ["llama-64", "qwen2", "qwen3", "qwen3moe", "gemma"])
 @pytest.mark.nightly
 def test_other_architectures_say_the_same(name: str, tmp_path: Path) -> None:
-    parts, cloaked = _both(split_support.write(name, tmp_path))
-    prompts = split_support.random_prompts(10)
+    parts, cloaked = _both(split_servers.write(name, tmp_path))
+    prompts = split_servers.random_prompts(10)
     answers = []
     for one in (parts, cloaked):
         with _client(one, "f16") as client:
@@ -148,7 +148,7 @@ def _tokens(client: SplitClient, prompt: list[int]) -> list[int]:
 @pytest.mark.by_model
 @pytest.mark.parametrize("name", ["gemma2", "gemma3"])
 def test_norms_behind_a_layer_are_refused_by_name(name: str, tmp_path: Path) -> None:
-    model = split_support.write(name, tmp_path)
+    model = split_servers.write(name, tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"cannot be cloaked: what blk\.0\.\w+ does|norm"):
         _both(model)
     with pytest.raises(ValueError, match="cloak=-1: use a seed"):
@@ -166,5 +166,5 @@ def test_vectors_are_turned_and_as_long_as_before(recall: tuple[Exported, Export
         assert np.abs(cosines).max() < 0.5
         assert np.abs(a @ rotation(head.width, _SEED) - b).max() < 1e-5
         assert np.abs(a @ rotation(head.width, _SEED + 1) - b).max() > 0.1
-        with split_support.running(cloaked.body) as server, pytest.raises(ValueError, match="another model"):
+        with split_servers.running(cloaked.body) as server, pytest.raises(ValueError, match="another model"):
             SplitClient(head, server.address)

@@ -26,9 +26,9 @@ from mixedkv_split.export import Exported
 from mixedkv_split.head import Head
 from mixedkv_split.server import read_credentials
 from mixedkv_split.split_settings import SplitSettings
-from support import split_support
-from support.certificates import Authority, Certificate
 from support.patience import PATIENCE, wait_for
+from support.servers import split_servers
+from support.servers.certificates import Authority, Certificate
 
 pytestmark = pytest.mark.full
 
@@ -49,7 +49,7 @@ def _serving(parts: Exported, certificate: Certificate, ca: Path | None = None) 
         tls_key=str(certificate.key),
         client_ca=str(ca or ""),
     )
-    with split_support.running(parts.body, credentials=read_credentials(settings)) as server:
+    with split_servers.running(parts.body, credentials=read_credentials(settings)) as server:
         yield server.address
 
 
@@ -93,7 +93,7 @@ def test_keys(parts: Exported, head: Head, folder: Path) -> None:
     path = folder / "keys"
     path.write_text(f"anna:{_KEY}\n")
     path.chmod(0o600)
-    with split_support.running(parts.body, keys=Keys.load(str(path))) as server:
+    with split_servers.running(parts.body, keys=Keys.load(str(path))) as server:
         with SplitClient(head, server.address, key=_KEY) as client:
             assert list(client.generate("the rain", max_tokens=4, temperature=0))
         for key in ("", "nobody-has-this-key"):
@@ -108,8 +108,8 @@ def test_a_key_does_not_travel_in_the_open(head: Head) -> None:
 
 
 def test_another_models_head_or_version_is_told(parts: Exported, head: Head, folder: Path) -> None:
-    other = split_support.split(split_support.write("qwen3", folder), folder)
-    with split_support.running(parts.body) as server:
+    other = split_servers.split(split_servers.write("qwen3", folder), folder)
+    with split_servers.running(parts.body) as server:
         with (
             Head(other.head, n_threads=1) as others,
             pytest.raises(ValueError, match="body of another model: use the head"),
@@ -124,7 +124,7 @@ def test_another_models_head_or_version_is_told(parts: Exported, head: Head, fol
 
 def test_more_streams_than_a_tenant_may_have(parts: Exported, head: Head) -> None:
     with (
-        split_support.running(parts.body, max_streams=2) as server,
+        split_servers.running(parts.body, max_streams=2) as server,
         SplitClient(head, server.address, patience=0.0) as client,
     ):
         open_streams = [client.session() for _ in range(2)]
@@ -153,7 +153,7 @@ def test_a_client_that_sends_nothing_is_let_go(parts: Exported) -> None:
         yield
 
     with (
-        split_support.running(parts.body, idle_timeout=0.2) as server,
+        split_servers.running(parts.body, idle_timeout=0.2) as server,
         grpc.insecure_channel(server.address) as channel,
     ):
         stub: Any = wire.Stub(channel)
@@ -164,7 +164,7 @@ def test_a_client_that_sends_nothing_is_let_go(parts: Exported) -> None:
 
 
 def test_health(parts: Exported) -> None:
-    with split_support.running(parts.body) as server, grpc.insecure_channel(server.address) as channel:
+    with split_servers.running(parts.body) as server, grpc.insecure_channel(server.address) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         for name in ("", "mixedkv.split.v1.Split"):
             answer = stub.Check(health_pb2.HealthCheckRequest(service=name))
@@ -174,7 +174,7 @@ def test_health(parts: Exported) -> None:
 def test_a_client_without_our_code_learns_the_service_by_reflection(parts: Exported, head: Head) -> None:
     """As grpcurl does: names, descriptors, then a call made of them."""
     name = "mixedkv.split.v1.Split"
-    with split_support.running(parts.body) as server, grpc.insecure_channel(server.address) as channel:
+    with split_servers.running(parts.body) as server, grpc.insecure_channel(server.address) as channel:
         stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
 
         def ask(**question: str) -> Any:
@@ -216,7 +216,7 @@ def test_a_stream_of_a_key_that_is_removed_ends(parts: Exported, head: Head, tmp
     path.chmod(0o600)
     keys = Keys.load(str(path))
     with (
-        split_support.running(parts.body, keys=keys) as server,
+        split_servers.running(parts.body, keys=keys) as server,
         SplitClient(head, server.address, key=_KEY) as client,
         client.session() as session,
     ):

@@ -17,7 +17,8 @@ from mixedkv.model.gguf_file import read_model_file
 from mixedkv_split.export import export
 from mixedkv_split.head import Head
 from mixedkv_split.parts import BODY, HEAD, read_part
-from support import split_support, zoo
+from support.models import zoo
+from support.servers import split_servers
 
 pytestmark = pytest.mark.full
 
@@ -27,7 +28,7 @@ def _tensors(path: Path) -> dict[str, bytes]:
 
 
 def test_each_tensor_is_in_one_file_as_it_was(tmp_path: Path) -> None:
-    parts = split_support.split(model_path(), tmp_path)
+    parts = split_servers.split(model_path(), tmp_path)
     whole, head, body = (_tensors(path) for path in (model_path(), parts.head, parts.body))
     assert head == {name: data for name, data in whole.items() if name in head}
     assert whole.keys() == head.keys() | body.keys()
@@ -36,7 +37,7 @@ def test_each_tensor_is_in_one_file_as_it_was(tmp_path: Path) -> None:
 
 
 def test_the_body_has_no_words_and_no_embeddings(tmp_path: Path) -> None:
-    parts = split_support.split(model_path(), tmp_path)
+    parts = split_servers.split(model_path(), tmp_path)
     reader = gguf.GGUFReader(parts.body)
     (stand_in,) = (tensor for tensor in reader.tensors if tensor.name == "token_embd.weight")
     assert stand_in.shape[1] == 1
@@ -46,11 +47,11 @@ def test_the_body_has_no_words_and_no_embeddings(tmp_path: Path) -> None:
 
 
 def test_parts_know_each_other(tmp_path: Path) -> None:
-    parts = split_support.split(model_path(), tmp_path)
+    parts = split_servers.split(model_path(), tmp_path)
     head = read_part(read_model_file(parts.head), HEAD)
     body = read_part(read_model_file(parts.body), BODY)
     assert (head.pair, head.width) == (body.pair, body.width)
-    other = split_support.split(split_support.write("llama-64", tmp_path), tmp_path)
+    other = split_servers.split(split_servers.write("llama-64", tmp_path), tmp_path)
     assert read_part(read_model_file(other.head), HEAD).pair != head.pair
     with pytest.raises(UnsupportedModelError, match="is not the head of a split model"):
         Head(parts.body)
@@ -62,7 +63,7 @@ def test_files_of_another_version_are_refused_by_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mixedkv_split.export.VERSION", 2)
-    parts = split_support.split(split_support.write("llama-64", tmp_path), tmp_path)
+    parts = split_servers.split(split_servers.write("llama-64", tmp_path), tmp_path)
     with pytest.raises(UnsupportedModelError, match="has version 2 of the split format, this package has 1"):
         Head(parts.head)
     with pytest.raises(UnsupportedModelError, match="has version 2"):
@@ -80,7 +81,7 @@ def test_files_of_another_version_are_refused_by_number(
 )
 def test_what_cannot_be_split_is_refused_by_name(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
-        split_support.split(zoo.write(name, tmp_path), tmp_path)
+        split_servers.split(zoo.write(name, tmp_path), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [f"{name}.gguf"]
 
 
@@ -89,7 +90,7 @@ def test_embeddings_of_each_layer_are_refused_by_name(tmp_path: Path) -> None:
     g.weight("per_layer_token_embd.weight", 32, zoo.N_VOCAB)
     g.write(tmp_path / "model.gguf")
     with pytest.raises(UnsupportedModelError, match="each layer of gemma4 embeds tokens anew"):
-        split_support.split(tmp_path / "model.gguf", tmp_path)
+        split_servers.split(tmp_path / "model.gguf", tmp_path)
 
 
 def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
@@ -102,14 +103,14 @@ def test_a_file_that_is_there_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", ["head", "body"])
 def test_a_part_is_not_split_again(tmp_path: Path, part: str) -> None:
-    parts = split_support.split(model_path(), tmp_path)
+    parts = split_servers.split(model_path(), tmp_path)
     with pytest.raises((UnsupportedModelError, InvalidModelFileError), match="is a part of a split model"):
         export(getattr(parts, part), tmp_path / "head2", tmp_path / "body2")
     assert not (tmp_path / "head2").exists()
 
 
 def test_a_damaged_head_is_refused(tmp_path: Path) -> None:
-    parts = split_support.split(model_path(), tmp_path)
+    parts = split_servers.split(model_path(), tmp_path)
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(parts.head.read_bytes()[:-1000])
     with pytest.raises(InvalidModelFileError, match="truncated"):
@@ -118,7 +119,7 @@ def test_a_damaged_head_is_refused(tmp_path: Path) -> None:
 
 def test_a_body_takes_no_text(tmp_path: Path) -> None:
     """llama.cpp would end the process."""
-    parts = split_support.split(model_path(), tmp_path)
+    parts = split_servers.split(model_path(), tmp_path)
     with Llama(parts.body, kv="f16", n_ctx=256, n_seq_max=2, kv_unified=True, verbose=False) as llm:
         with pytest.raises(UnsupportedModelError, match="no vocabulary"):
             llm.tokenize(b"the rain")
@@ -132,7 +133,7 @@ def test_a_body_takes_no_text(tmp_path: Path) -> None:
 
 def test_the_head_multiplies_as_llama_cpp_does(tmp_path: Path) -> None:
     """Embeddings and logits of the bundled model, which are Q8_0, to the bit of what numpy unpacks."""
-    parts = split_support.split(model_path(), tmp_path)
+    parts = split_servers.split(model_path(), tmp_path)
     (weights,) = (t for t in gguf.GGUFReader(model_path()).tensors if t.name == "token_embd.weight")
     unpacked = gguf.dequantize(weights.data, weights.tensor_type)
     with Head(parts.head, n_threads=1) as head:

@@ -17,8 +17,8 @@ from mixedkv_split import wire
 from mixedkv_split.client import SplitClient
 from mixedkv_split.export import Exported
 from mixedkv_split.head import Head
-from support import split_support
-from support.split_support import Running
+from support.servers import split_servers
+from support.servers.split_servers import Running
 
 pytestmark = pytest.mark.full
 
@@ -34,7 +34,7 @@ def server(parts: Exported) -> Iterator[Running]:
     keys.write_text("".join(f"{tenant}:{key}\n" for tenant, key in _KEYS.items()))
     keys.chmod(0o600)
     store = str(parts.body.with_name("store"))
-    with split_support.running(
+    with split_servers.running(
         parts.body, keys=Keys.load(str(keys)), idle_timeout=30.0, store=store
     ) as server:
         yield server

@@ -19,7 +19,7 @@ from mixedkv_split.client import SplitClient, SplitSession
 from mixedkv_split.export import Exported
 from mixedkv_split.head import Head
 from mixedkv_split.session_key import SessionFile, Unwrapper, new_key, wrap
-from support import split_support
+from support.servers import split_servers
 
 pytestmark = pytest.mark.full
 
@@ -52,7 +52,7 @@ def test_a_session_goes_on_after_a_restart_from_stored_rows(
 ) -> None:
     key, store = new_key(), str(tmp_path)
     with (
-        split_support.running(parts.body, kv=kv, store=store) as server,
+        split_servers.running(parts.body, kv=kv, store=store) as server,
         SplitClient(head, server.address) as client,
     ):
         with client.session() as whole:
@@ -64,7 +64,7 @@ def test_a_session_goes_on_after_a_restart_from_stored_rows(
             assert session.keep() == 0
             kept = session.tokens.copy()
     with (
-        split_support.linked(parts, head, kv=kv, store=store) as client,
+        split_servers.linked(parts, head, kv=kv, store=store) as client,
         client.session(key, kept) as session,
     ):
         prompt = [*_PROMPT, *first, *_MORE]
@@ -79,7 +79,7 @@ def test_a_server_that_ends_between_answers_costs_what_was_not_kept(
     parts: Exported, head: Head, tmp_path: Path
 ) -> None:
     key, store = new_key(), str(tmp_path)
-    with split_support.running(parts.body, store=store) as server:
+    with split_servers.running(parts.body, store=store) as server:
         port = server.port
         client = SplitClient(head, server.address)
         session = client.session(key)
@@ -88,7 +88,7 @@ def test_a_server_that_ends_between_answers_costs_what_was_not_kept(
         session.keep()
         second = _answer(session, [*_PROMPT, *first, *_MORE])
         sent = session.n_sent_bytes
-    with split_support.running(parts.body, store=store, port=port):
+    with split_servers.running(parts.body, store=store, port=port):
         prompt = [*_PROMPT, *first, *_MORE, *second, *_MORE]
         third = _answer(session, prompt)
         assert session.n_resends == 1
@@ -104,14 +104,14 @@ def test_a_server_that_ends_between_answers_costs_what_was_not_kept(
 def test_without_the_key_all_is_sent_again(parts: Exported, head: Head, tmp_path: Path) -> None:
     store = str(tmp_path)
     with (
-        split_support.running(parts.body, store=store) as server,
+        split_servers.running(parts.body, store=store) as server,
         SplitClient(head, server.address) as client,
         client.session(new_key()) as session,
     ):
         first = _answer(session, _PROMPT)
         session.keep()
         kept = session.tokens.copy()
-    with split_support.linked(parts, head, store=store) as client:
+    with split_servers.linked(parts, head, store=store) as client:
         with client.session(new_key(), kept) as session:
             _answer(session, [*_PROMPT, *first, *_MORE])
             assert session.n_resends > 0
@@ -128,7 +128,7 @@ def test_rows_that_cannot_be_loaded_are_sent_again(
 ) -> None:
     key, store = new_key(), str(tmp_path)
     with (
-        split_support.running(parts.body, store=store) as server,
+        split_servers.running(parts.body, store=store) as server,
         SplitClient(head, server.address) as client,
         client.session(key) as session,
     ):
@@ -141,13 +141,13 @@ def test_rows_that_cannot_be_loaded_are_sent_again(
         raise ValueError("this does not fit")
 
     monkeypatch.setattr(KVCache, "load", refuse)
-    with split_support.linked(parts, head, store=store) as client, client.session(key, kept) as session:
+    with split_servers.linked(parts, head, store=store) as client, client.session(key, kept) as session:
         assert _answer(session, [*_PROMPT, *first, *_MORE]) == expected
         assert session.n_resends == 2  # of what was not kept, then of all
 
 
 def test_what_is_forgotten_is_gone(parts: Exported, head: Head, tmp_path: Path) -> None:
-    with split_support.linked(parts, head, store=str(tmp_path)) as client:
+    with split_servers.linked(parts, head, store=str(tmp_path)) as client:
         sessions = [client.session(new_key()) for _ in range(2)]
         for session in sessions:
             _answer(session, _PROMPT)
@@ -179,7 +179,7 @@ def test_keys_places_and_tenants_that_are_wrong(
 ) -> None:
     key, store = new_key(), str(tmp_path)
     with (
-        split_support.running(parts.body, store=store, keys=tenants) as server,
+        split_servers.running(parts.body, store=store, keys=tenants) as server,
         SplitClient(head, server.address, key=_KEYS["anna"]) as client,
         client.session(key) as session,
     ):
@@ -188,7 +188,7 @@ def test_keys_places_and_tenants_that_are_wrong(
         place = _stood_at(session)
     name = place["session"]
     with (
-        split_support.running(parts.body, store=store, keys=tenants) as server,
+        split_servers.running(parts.body, store=store, keys=tenants) as server,
         SplitClient(head, server.address, key=_KEYS["anna"]) as anna,
         SplitClient(head, server.address, key=_KEYS["bert"]) as bert,
     ):
@@ -221,7 +221,7 @@ def test_keys_places_and_tenants_that_are_wrong(
 
 def test_a_wrong_key_of_a_session_that_is_there(parts: Exported, head: Head, tmp_path: Path) -> None:
     with (
-        split_support.linked(parts, head, store=str(tmp_path)) as client,
+        split_servers.linked(parts, head, store=str(tmp_path)) as client,
         client.session(new_key()) as session,
     ):
         _answer(session, _PROMPT)
@@ -236,7 +236,7 @@ def test_a_wrong_key_of_a_session_that_is_there(parts: Exported, head: Head, tmp
 
 
 def test_a_server_without_a_folder_keeps_nothing(parts: Exported, head: Head) -> None:
-    with split_support.linked(parts, head) as client, client.session(new_key()) as session:
+    with split_servers.linked(parts, head) as client, client.session(new_key()) as session:
         _answer(session, _PROMPT)
         with pytest.raises(ValueError, match="started without --store"):
             session.keep()
@@ -251,23 +251,23 @@ def test_what_was_not_used_for_long_is_removed_at_the_start(
     parts: Exported, head: Head, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
-        split_support.linked(parts, head, store=str(tmp_path)) as client,
+        split_servers.linked(parts, head, store=str(tmp_path)) as client,
         client.session(new_key()) as session,
     ):
         _answer(session, _PROMPT)
         session.keep()
     assert _files(tmp_path)
-    with split_support.running(parts.body, store=str(tmp_path), max_age="1d"):
+    with split_servers.running(parts.body, store=str(tmp_path), max_age="1d"):
         assert _files(tmp_path)
     caplog.set_level(logging.INFO, "mixedkv")
-    with split_support.running(parts.body, store=str(tmp_path), max_age="0.001s"):
+    with split_servers.running(parts.body, store=str(tmp_path), max_age="0.001s"):
         assert not _files(tmp_path)
     assert "1 entries were removed that were not used for 0 s" in caplog.text
 
 
 def test_a_folder_without_room(parts: Exported, head: Head, tmp_path: Path) -> None:
     with (
-        split_support.linked(parts, head, store=str(tmp_path), max_kv_size_gb=1e-6) as client,
+        split_servers.linked(parts, head, store=str(tmp_path), max_kv_size_gb=1e-6) as client,
         client.session(new_key()) as session,
     ):
         _answer(session, _PROMPT)
@@ -285,7 +285,7 @@ def test_a_tenant_makes_room_for_its_own_sessions_itself(
     path.chmod(0o600)
     keys, store = Keys.load(str(path)), tmp_path / "store"
     with (
-        split_support.running(parts.body, store=str(store), keys=keys) as server,
+        split_servers.running(parts.body, store=str(store), keys=keys) as server,
         SplitClient(head, server.address, key=_KEYS["anna"]) as anna,
         SplitClient(head, server.address, key=_KEYS["bert"]) as bert,
     ):
@@ -313,12 +313,12 @@ def test_the_command_line_goes_on_from_a_file(
         code = main(["split", "run", str(parts.head), address, "-p", prompt, "-n", "6", *options])
         return code, *capsys.readouterr()
 
-    with split_support.running(parts.body, store=store) as server:
+    with split_servers.running(parts.body, store=store) as server:
         assert run(server.port, "the rain in the night", "--session", str(path))[0] == 0
     first = SessionFile.read(path)
     assert 0 < first.n_kept <= len(first.tokens)
     assert path.stat().st_mode & 0o777 == 0o600
-    with split_support.running(parts.body, store=store) as server:
+    with split_servers.running(parts.body, store=store) as server:
         code, text, told = run(server.port, " and then", "--session", str(path))
         assert code == 0
         with SplitClient(head, server.address) as client:

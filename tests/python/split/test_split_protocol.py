@@ -10,13 +10,13 @@ import pytest
 
 from mixedkv_split import split_pb2 as pb
 from mixedkv_split import wire
-from support import split_protocol
+from support.servers import split_protocol
 
 pytestmark = pytest.mark.core
 
 
 def test_generated_modules_are_up_to_date(tmp_path: Path) -> None:
-    """After a change of split.proto: python tests/python/support/split_protocol.py"""
+    """After a change of split.proto: python tests/python/support/servers/split_protocol.py"""
 
     def text(path: Path) -> str:  # other versions of protoc write other numbers
         lines = path.read_text().splitlines()

@@ -12,28 +12,28 @@ from mixedkv import Llama
 from mixedkv.tokens import common_prefix
 from mixedkv_split.client import SplitClient
 from mixedkv_split.head import Head
-from support import split_support
+from support.servers import split_servers
 
 pytestmark = pytest.mark.full
 
 _N_ANSWER = 12
-_PROMPTS = split_support.random_prompts(100)
+_PROMPTS = split_servers.random_prompts(100)
 
 
-@pytest.fixture(scope="module", params=split_support.ARCHITECTURES)
+@pytest.fixture(scope="module", params=split_servers.ARCHITECTURES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return split_support.write(request.param, tmp_path_factory.mktemp("split"))
+    return split_servers.write(request.param, tmp_path_factory.mktemp("split"))
 
 
 @pytest.fixture(scope="module")
 def head(model: Path) -> Iterator[Head]:
-    with Head(split_support.split(model, model.parent).head, n_threads=1) as head:
+    with Head(split_servers.split(model, model.parent).head, n_threads=1) as head:
         yield head
 
 
 @pytest.fixture(scope="module")
 def address(model: Path, head: Head) -> Iterator[str]:
-    with split_support.running(model.with_suffix(".body.gguf")) as server:
+    with split_servers.running(model.with_suffix(".body.gguf")) as server:
         yield server.address
 
 
@@ -47,7 +47,7 @@ def whole(model: Path) -> Iterator[Llama]:
 
 @pytest.fixture(scope="module")
 def expected(whole: Llama) -> list[list[int]]:
-    return [split_support.local_tokens(whole, prompt, _N_ANSWER) for prompt in _PROMPTS]
+    return [split_servers.local_tokens(whole, prompt, _N_ANSWER) for prompt in _PROMPTS]
 
 
 def _answers(head: Head, address: str, precision: str) -> list[list[int]]:

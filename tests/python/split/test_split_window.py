@@ -28,9 +28,9 @@ from mixedkv_split.export import Exported
 from mixedkv_split.head import Head
 from mixedkv_split.service import SplitService, _RefusedError
 from mixedkv_split.session_key import new_key
-from support import split_support
 from support.patience import PATIENCE
-from support.split_support import Running
+from support.servers import split_servers
+from support.servers.split_servers import Running
 
 pytestmark = pytest.mark.full
 
@@ -46,7 +46,7 @@ Code = grpc.StatusCode
 
 @pytest.fixture(scope="module")
 def parts(tmp_path_factory: pytest.TempPathFactory) -> Exported:
-    return split_support.split(model_path(), tmp_path_factory.mktemp("split"))
+    return split_servers.split(model_path(), tmp_path_factory.mktemp("split"))
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def _session(
 def _running(parts: Exported, kv: str = "f16", **options: Any) -> AbstractContextManager[Running]:
     """With few sequences, so that a mixed cache has the window that was asked for."""
     few = {"n_ctx": _N_CTX, "parallel": 2, "idle_sessions": _N_SEQ - 2}
-    return split_support.running(parts.body, kv=kv, **{**few, **options})
+    return split_servers.running(parts.body, kv=kv, **{**few, **options})
 
 
 def _n_sent(head: Head, session: SplitSession) -> float:
@@ -533,10 +533,10 @@ def test_bytes_of_a_long_answer(real_model: Path, tmp_path: Path, drops: bool) -
     """docs/split.md has the figures, with TOKENS=3000."""
     n = int(os.environ.get("TOKENS", "300"))
     n_ctx = 1024 if n > 2000 else 256
-    parts = split_support.split(real_model, tmp_path)
+    parts = split_servers.split(real_model, tmp_path)
     with (
         Head(parts.head, n_threads=1) as head,
-        split_support.linked(parts, head, n_ctx=n_ctx, threads=2) as client,
+        split_servers.linked(parts, head, n_ctx=n_ctx, threads=2) as client,
         client.session() as session,
     ):
         client.can_drop = drops

@@ -15,7 +15,7 @@ from mixedkv_bench.harness.real_text import KINDS, read_real_text
 from mixedkv_split.client import SplitClient
 from mixedkv_split.export import Exported, export
 from mixedkv_split.head import Head
-from support import split_support
+from support.servers import split_servers
 
 pytestmark = pytest.mark.full
 
@@ -50,7 +50,7 @@ def _alone(model: Path, kv: str) -> list[_Case]:
     with Llama(model, kv=kv, **options) as llm:
         cases = []
         for prompt in _prompts(llm):
-            answer = split_support.local_tokens(llm, prompt, _N_ANSWER)
+            answer = split_servers.local_tokens(llm, prompt, _N_ANSWER)
             llm.reset()
             llm.kv.clear()
             llm.eval([*prompt, *answer])
@@ -62,7 +62,7 @@ def _alone(model: Path, kv: str) -> list[_Case]:
 def halves(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Exported]:
     """A model, and its head and body."""
     path: Path = request.getfixturevalue(request.param)
-    return path, split_support.split(path, tmp_path_factory.mktemp(request.param))
+    return path, split_servers.split(path, tmp_path_factory.mktemp(request.param))
 
 
 class _Found(NamedTuple):
@@ -88,7 +88,7 @@ def _beside(parts: Exported, kv: str, precision: str, cases: list[_Case]) -> _Fo
     same, klds, first = 0, [], []
     with (
         Head(parts.head, n_threads=1) as head,
-        split_support.running(parts.body, kv=kv, n_ctx=512) as server,
+        split_servers.running(parts.body, kv=kv, n_ctx=512) as server,
         SplitClient(head, server.address, precision=precision) as client,
     ):
         for prompt, answer, wanted in cases:
@@ -124,7 +124,7 @@ def test_answers_of_a_real_model(halves: tuple[Path, Exported], kv: str) -> None
 @pytest.mark.slow
 def test_a_cloak_costs_a_real_model_nothing(real_model: Path, tmp_path: Path) -> None:
     cases = _alone(real_model, "f16")
-    plain = split_support.split(real_model, tmp_path)
+    plain = split_servers.split(real_model, tmp_path)
     cloaked = export(real_model, tmp_path / "head.gguf", tmp_path / "body.gguf", cloak=7)
     f16 = _beside(cloaked, "f16", "f16", cases)
     mixed, mixed_cloaked = (_beside(parts, "mixed", "f16", cases) for parts in (plain, cloaked))

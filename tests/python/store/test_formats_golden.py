@@ -10,7 +10,7 @@ from golden import make_golden as made
 from mixedkv.store import pack_kv_cache, pack_kv_cache_v2, unpack_kv_cache
 from mixedkv.store.encryption import decrypt
 from mixedkv.store.formats.native import decode
-from support.store_support import same
+from support.stores.blocks import same
 
 pytestmark = pytest.mark.core
 

@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from mixedkv.store.entry_row import EntryError
 from mixedkv.store.formats.native import decode, encode
-from support.store_support import make_block, same
+from support.stores.blocks import make_block, same
 
 pytestmark = pytest.mark.core
 

@@ -22,8 +22,9 @@ from mixedkv.store import (
     unpack_kv_cache,
     unpack_kv_cache_v2,
 )
-from support import split_support, zoo
-from support.divergence import divergence
+from support.cache.divergence import divergence
+from support.models import zoo
+from support.servers import split_servers
 
 pytestmark = pytest.mark.full
 
@@ -81,7 +82,7 @@ def test_a_session_with_some_wrong_rows_is_refused(n_wrong: int, tmp_path: Path)
 
 @pytest.mark.parametrize("architecture", ["llama-64", "qwen2", "qwen3"])
 def test_blocks_come_back(architecture: str, tmp_path: Path) -> None:
-    with _llama(split_support.write(architecture, tmp_path), "f16") as llm:
+    with _llama(split_servers.write(architecture, tmp_path), "f16") as llm:
         llm.eval(list(range(3, 50)))
         block = llm.kv.export()
         packed = unpack_kv_cache_v2(pack_kv_cache_v2(packed_from_block(block)))

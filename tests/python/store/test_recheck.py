@@ -14,7 +14,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.kv.block import KVBlock, LayerRows
 from mixedkv.store import Identity, KVStore
-from support.conversation_support import empty, open_llama
+from support.engine.conversations import empty, open_llama
 
 pytestmark = pytest.mark.full
 

@@ -14,7 +14,7 @@ import pytest
 from mixedkv import KVBlock, Llama
 from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.store import Identity, KVStore, key_from_file
-from support.harness import prompt, rel_rms
+from support.cache.harness import prompt, rel_rms
 
 pytestmark = pytest.mark.full
 

@@ -17,7 +17,7 @@ import pytest
 from mixedkv.store import KVStore
 from mixedkv.store.encryption import HEADER
 from mixedkv.store.entry_row import REASONS
-from support.store_support import identity, make_block, put_chain, same, stored_match
+from support.stores.blocks import identity, make_block, put_chain, same, stored_match
 
 pytestmark = pytest.mark.full
 

@@ -13,7 +13,7 @@ from mixedkv.store.encryption import KeyCipher, decrypt
 from mixedkv.store.entry_row import EntryError
 from mixedkv.store.index import Index
 from mixedkv.store.lookup import key_context
-from support.store_support import identity, make_block, put_chain, same, stored_match
+from support.stores.blocks import identity, make_block, put_chain, same, stored_match
 
 pytestmark = pytest.mark.full
 

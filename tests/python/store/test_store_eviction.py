@@ -16,7 +16,7 @@ from mixedkv.store import KVStore, Share
 from mixedkv.store.entries import RamTier
 from mixedkv.store.eviction import Eviction
 from mixedkv.store.tiers.disk import DiskTier
-from support.store_support import identity, make_block, put_chain, same, stored_match
+from support.stores.blocks import identity, make_block, put_chain, same, stored_match
 
 pytestmark = pytest.mark.core
 

@@ -17,7 +17,7 @@ from mixedkv.sessions.manager import open_metadata
 from mixedkv.sessions.metadata import beside
 from mixedkv.store import KVStore
 from mixedkv.store.tiers.disk import DiskTier, FullDisk
-from support.store_support import identity, make_block, stored_match
+from support.stores.blocks import identity, make_block, stored_match
 
 pytestmark = pytest.mark.full
 

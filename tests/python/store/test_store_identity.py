@@ -18,8 +18,8 @@ from mixedkv.model.gguf_copy import write_and_close
 from mixedkv.model.gguf_file import file_stamp
 from mixedkv.store import Identity, KVStore
 from mixedkv.store.identity import _check_files
-from support import zoo
-from support.adapters import write_adapter
+from support.models import zoo
+from support.models.adapters import write_adapter
 
 pytestmark = pytest.mark.core
 

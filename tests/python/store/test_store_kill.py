@@ -14,7 +14,7 @@ import pytest
 
 from mixedkv.store import KVStore
 from mixedkv.store.tiers.disk import DiskTier
-from support.store_support import identity, make_block, same, stored_match
+from support.stores.blocks import identity, make_block, same, stored_match
 
 pytestmark = pytest.mark.core
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mixedkv.kv.rows import UNVERIFIED
 from mixedkv.store import Identity, KVStore
 from mixedkv.store.index import Index
-from support.store_support import identity, make_block, put_chain, same, stored_match
+from support.stores.blocks import identity, make_block, put_chain, same, stored_match
 
 pytestmark = pytest.mark.core
 

@@ -22,8 +22,8 @@ from mixedkv.store.remote import tier
 from mixedkv.store.remote.tier import PIECE
 from support import TESTS
 from support.patience import PATIENCE, wait_for
-from support.remote_servers import PATIENT, Line, redis_server, redis_url, s3_server, s3_url
-from support.store_support import identity, make_block, put_chain, same, stored_match
+from support.servers.remote import PATIENT, Line, redis_server, redis_url, s3_server, s3_url
+from support.stores.blocks import identity, make_block, put_chain, same, stored_match
 
 pytestmark = pytest.mark.full
 

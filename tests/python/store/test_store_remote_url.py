@@ -9,8 +9,8 @@ import pytest
 
 from mixedkv.store import KVStore
 from support.patience import PATIENCE
-from support.remote_servers import PATIENT, free_port, redis_server, redis_url, s3_server, s3_url
-from support.store_support import identity, put_chain, stored_match
+from support.servers.remote import PATIENT, free_port, redis_server, redis_url, s3_server, s3_url
+from support.stores.blocks import identity, put_chain, stored_match
 
 pytestmark = pytest.mark.full
 

@@ -10,7 +10,7 @@ import pytest
 from mixedkv.ids import check_session_id, check_tenant
 from mixedkv.store import KVStore
 from support.children.store_child import open_llama
-from support.store_support import identity, make_block, stored_match
+from support.stores.blocks import identity, make_block, stored_match
 
 pytestmark = pytest.mark.full
 

@@ -9,7 +9,7 @@ import pytest
 
 from mixedkv.store import KVStore, Share
 from mixedkv.store.entries import TooLargeError
-from support.store_support import identity, make_block, put_chain
+from support.stores.blocks import identity, make_block, put_chain
 
 pytestmark = pytest.mark.full
 

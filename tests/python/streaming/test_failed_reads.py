@@ -15,8 +15,8 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.errors import ModelReadError
-from support import zoo
-from support.harness import prompt
+from support.cache.harness import prompt
+from support.models import zoo
 
 pytestmark = pytest.mark.full
 

@@ -11,7 +11,7 @@ from mixedkv.native.memory import memory_room, own_memory
 from mixedkv.sizes import parse_size
 from mixedkv.streaming import streaming
 from mixedkv.streaming.layer_choice import LayerSizes, choose_layers, parse_layers
-from support.tools.random_model import RandomModel
+from support.models.random_model import RandomModel
 
 pytestmark = pytest.mark.full
 

@@ -20,8 +20,8 @@ from mixedkv.model.gguf_file import read_model_file
 from mixedkv_server.engines import load_model
 from mixedkv_server.models import served_models
 from mixedkv_server.settings import ServerSettings
+from support.models.random_model import RandomModel
 from support.patience import PATIENCE, wait_for
-from support.tools.random_model import RandomModel
 
 pytestmark = pytest.mark.full
 

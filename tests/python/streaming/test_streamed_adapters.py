@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from mixedkv.bundled import model_path
-from support.adapters import write_adapter
-from support.server_support import MODEL, Server, running
+from support.models.adapters import write_adapter
+from support.servers.server import MODEL, Server, running
 
 pytestmark = pytest.mark.full
 

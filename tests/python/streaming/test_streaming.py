@@ -24,7 +24,7 @@ from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
 from mixedkv.errors import ModelReadError
 from mixedkv.model.gguf_file import read_model_file
 from support import TESTS
-from support.tools.random_model import RandomModel
+from support.models.random_model import RandomModel
 
 pytestmark = pytest.mark.full
 

@@ -17,7 +17,7 @@ from mixedkv.model.footprint import model_shape
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.streaming import streaming
 from mixedkv.streaming.layer_choice import LayerSizes
-from support import zoo
+from support.models import zoo
 
 pytestmark = [pytest.mark.full, pytest.mark.by_model]
 

@@ -22,8 +22,8 @@ from mixedkv.chunks.gate import compare, last_logits
 from mixedkv.engine import PromptCache
 from mixedkv.errors import ModelReadError
 from mixedkv.store import KVStore
-from support.conversation_support import RECALL
-from support.crossing.injections import cut_short
+from support.cache.crossing.injections import cut_short
+from support.engine.conversations import RECALL
 
 pytestmark = pytest.mark.core
 

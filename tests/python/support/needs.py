@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
-from support.stock_library import stock_library
+from support.cache.stock_library import stock_library
 
 
 def _cores() -> int:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.raw_http import KEYS
-from support.server_support import Server, key_file, running
+from support.clients.raw_http import KEYS
+from support.servers.server import Server, key_file, running
 
 OPTIONS = ("--n-ctx", "1024", "--parallel", "2", "--max-body-mb", "1")
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from support.children import honest_child
-from support.hostile_clients import Hostile
+from support.clients.hostile_clients import Hostile
 from support.patience import PATIENCE
-from support.server_support import Server, key_file, running
+from support.servers.server import Server, key_file, running
 
 pytestmark = pytest.mark.nightly
 

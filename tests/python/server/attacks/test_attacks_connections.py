@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from support.clients.raw_http import KEYS, answer, connected, is_closed, post, send
 from support.patience import wait_for
-from support.raw_http import KEYS, answer, connected, is_closed, post, send
-from support.server_support import Server, running
+from support.servers.server import Server, running
 
 pytestmark = pytest.mark.nightly
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from support.raw_http import KEYS, SHORT, post, send
-from support.server_support import Server
+from support.clients.raw_http import KEYS, SHORT, post, send
+from support.servers.server import Server
 
 pytestmark = pytest.mark.nightly
 

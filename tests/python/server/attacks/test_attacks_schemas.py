@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from support.clients.raw_http import CHAT, connected, post
 from support.patience import PATIENCE
-from support.raw_http import CHAT, connected, post
-from support.server_support import Server
+from support.servers.server import Server
 
 pytestmark = pytest.mark.nightly
 

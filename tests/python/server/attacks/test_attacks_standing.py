@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from support.children import standing_child
-from support.hostile_clients import attacks_in_one_request
-from support.raw_http import CHAT
-from support.server_support import Server
+from support.clients.hostile_clients import attacks_in_one_request
+from support.clients.raw_http import CHAT
+from support.servers.server import Server
 
 pytestmark = pytest.mark.full
 

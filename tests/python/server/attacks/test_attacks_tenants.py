@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from mixedkv.bundled.corpus import make_recall
+from support.clients.raw_http import CHAT, KEYS, answer, connected, post, send
 from support.patience import wait_for
-from support.raw_http import CHAT, KEYS, answer, connected, post, send
-from support.server_support import MODEL, Server, running
+from support.servers.server import MODEL, Server, running
 
 pytestmark = pytest.mark.nightly
 

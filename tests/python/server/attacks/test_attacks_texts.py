@@ -12,7 +12,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.engine.chat.tokenizer import Tokenizer
-from support.server_support import MODEL, Server
+from support.servers.server import MODEL, Server
 
 pytestmark = pytest.mark.nightly
 

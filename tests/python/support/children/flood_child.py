@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from support.hostile_clients import Hostile
+from support.clients.hostile_clients import Hostile
 
 _TEXT, _CHAT = "/v1/completions", "/v1/chat/completions"
 _WORDS = [

@@ -13,7 +13,7 @@ if sys.argv[1] == "ours":
 
 import numpy as np
 
-from support.harness import Ctx, InitError, Model, Uniform, prompt
+from support.cache.harness import Ctx, InitError, Model, Uniform, prompt
 
 CACHES = {
     "f16": Uniform(),

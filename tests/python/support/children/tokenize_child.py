@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from mixedkv import Llama
-from support import zoo
+from support.models import zoo
 
 LETTERS = ("a", "7", "!", " ", "\n", "中")
 RUNS = (*LETTERS, "A", "é", "\u0301", "\u3000", "aB", "a b ", "!\n", " \n", "\u3000\n")

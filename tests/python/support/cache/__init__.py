@@ -1,0 +1,1 @@
+"""A context without `Llama`, what its cache promises, and operations at random."""

@@ -1,0 +1,1 @@
+"""Blocks, identities and sessions without a model."""

@@ -1,1 +1,0 @@
-"""Programs of developers that tests use too: a random model, and pages made from the code."""
