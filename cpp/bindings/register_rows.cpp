@@ -90,12 +90,13 @@ static int32_t count_computed(uintptr_t ctx, int32_t seq, int32_t p0, const toke
     return res;
 }
 
-static py::array_t<uint8_t> get_truth(uintptr_t ctx, int32_t seq, int32_t p0, const token_array & tokens) {
-    std::vector<mixedkv_truth> truth(tokens.size());
-    check(mixedkv_get_truth(pointer<llama_context>(ctx), seq, p0, tokens.data(), uint32_t(truth.size()), truth.data()));
+static py::array_t<uint8_t> get_validity(uintptr_t ctx, int32_t seq, int32_t p0, const token_array & tokens) {
+    std::vector<mixedkv_validity> validity(tokens.size());
+    check(mixedkv_get_validity(pointer<llama_context>(ctx), seq, p0, tokens.data(), uint32_t(validity.size()),
+                               validity.data()));
 
     py::array_t<uint8_t> res(tokens.size());
-    std::copy(truth.begin(), truth.end(), res.mutable_data());
+    std::copy(validity.begin(), validity.end(), res.mutable_data());
     return res;
 }
 
@@ -124,27 +125,27 @@ static uint64_t extend_past(uint64_t past, const token_array & tokens) {
     return mixedkv_extend_past(past, tokens.data(), uint32_t(tokens.size()));
 }
 
-static void set_truth(uintptr_t ctx, int32_t seq, int32_t p0, uint64_t past, const token_array & tokens, int truth,
-                      const std::string & setting) {
-    check(mixedkv_set_truth(pointer<llama_context>(ctx), seq, p0, past, tokens.data(), uint32_t(tokens.size()),
-                            static_cast<mixedkv_truth>(truth), setting.c_str()));
+static void set_validity(uintptr_t ctx, int32_t seq, int32_t p0, uint64_t past, const token_array & tokens,
+                         int validity, const std::string & setting) {
+    check(mixedkv_set_validity(pointer<llama_context>(ctx), seq, p0, past, tokens.data(), uint32_t(tokens.size()),
+                               static_cast<mixedkv_validity>(validity), setting.c_str()));
 }
 
-static void limit_truth(uintptr_t ctx, int32_t seq, int32_t p0, int32_t p1, int truth) {
-    check(mixedkv_limit_truth(pointer<llama_context>(ctx), seq, p0, p1, static_cast<mixedkv_truth>(truth)));
+static void limit_validity(uintptr_t ctx, int32_t seq, int32_t p0, int32_t p1, int validity) {
+    check(mixedkv_limit_validity(pointer<llama_context>(ctx), seq, p0, p1, static_cast<mixedkv_validity>(validity)));
 }
 
 void register_rows(py::module_ & m) {
     m.def("read_rows", &read_rows, "ctx"_a, "il"_a, "seq"_a, "which"_a, "p0"_a, "p1"_a, "unrotate"_a);
     m.def("check_rows", [](uintptr_t ctx) { check(mixedkv_check_rows(pointer<llama_context>(ctx))); }, "ctx"_a);
     m.def("count_computed", &count_computed, "ctx"_a, "seq"_a, "p0"_a, "tokens"_a);
-    m.def("get_truth", &get_truth, "ctx"_a, "seq"_a, "p0"_a, "tokens"_a);
+    m.def("get_validity", &get_validity, "ctx"_a, "seq"_a, "p0"_a, "tokens"_a);
     m.def("get_past", &get_past, "ctx"_a, "seq"_a, "p0"_a, "n"_a);
     m.def("get_setting", &get_setting, "ctx"_a, "seq"_a, "p"_a);
     m.def("name_model", &name_model, "ctx"_a, "name"_a);
     m.def("extend_past", &extend_past, "past"_a, "tokens"_a);
-    m.def("set_truth", &set_truth, "ctx"_a, "seq"_a, "p0"_a, "past"_a, "tokens"_a, "truth"_a, "setting"_a);
-    m.def("limit_truth", &limit_truth, "ctx"_a, "seq"_a, "p0"_a, "p1"_a, "truth"_a);
+    m.def("set_validity", &set_validity, "ctx"_a, "seq"_a, "p0"_a, "past"_a, "tokens"_a, "validity"_a, "setting"_a);
+    m.def("limit_validity", &limit_validity, "ctx"_a, "seq"_a, "p0"_a, "p1"_a, "validity"_a);
     m.def("refused", [](uintptr_t ctx) { return mixedkv_refused(pointer<llama_context>(ctx)); }, "ctx"_a);
     m.def("read_tiers", &read_tiers, "ctx"_a, "il"_a, "seq"_a, "p0"_a, "p1"_a);
 }

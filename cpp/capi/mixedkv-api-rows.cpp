@@ -21,9 +21,9 @@ void settle(llama_context * ctx) {
 }
 
 // what rows are, seen from the setting that the next tokens are computed under
-llama_kv_truth & get_truth(llama_context * ctx) {
-    ctx->hooks.truth.use_setting(ctx->hooks.setting.get(*ctx));
-    return ctx->hooks.truth;
+llama_kv_validity & get_validity(llama_context * ctx) {
+    ctx->hooks.validity.use_setting(ctx->hooks.setting.get(*ctx));
+    return ctx->hooks.validity;
 }
 
 // any thread may ask: while another one evaluates, it is what that evaluates under
@@ -49,7 +49,7 @@ std::string get_row_setting(llama_context * ctx, int32_t seq_id, int32_t p) {
     }
     check_seq(ctx, seq_id);
 
-    return ctx->hooks.setting.get_text(get_truth(ctx).get_setting(ctx->get_memory(), seq_id, p));
+    return ctx->hooks.setting.get_text(get_validity(ctx).get_setting(ctx->get_memory(), seq_id, p));
 }
 
 // The next decode turns K of all cells in one pass, however many blocks came before it. That can wait where this
@@ -161,13 +161,13 @@ mixedkv_status mixedkv_count_computed(llama_context * ctx, int32_t seq_id, int32
         if (!llama_kv_mixed_caches(ctx->get_memory()).empty()) {
             check_seq(ctx, seq_id);
             settle(ctx);
-            *out = get_truth(ctx).count_computed(ctx->get_memory(), seq_id, p0, tokens, n);
+            *out = get_validity(ctx).count_computed(ctx->get_memory(), seq_id, p0, tokens, n);
         }
     });
 }
 
-mixedkv_status mixedkv_get_truth(llama_context * ctx, int32_t seq_id, int32_t p0, const llama_token * tokens,
-                                 uint32_t n, mixedkv_truth * out) {
+mixedkv_status mixedkv_get_validity(llama_context * ctx, int32_t seq_id, int32_t p0, const llama_token * tokens,
+                                    uint32_t n, mixedkv_validity * out) {
     return guarded(ctx, [&] {
         require(p0 >= 0 && n <= uint32_t(INT32_MAX - p0) && ((tokens && out) || n == 0), MIXEDKV_INVALID,
                 "out or tokens is NULL, or p0 is negative, or too many tokens follow it");
@@ -175,14 +175,14 @@ mixedkv_status mixedkv_get_truth(llama_context * ctx, int32_t seq_id, int32_t p0
         if (!llama_kv_mixed_caches(ctx->get_memory()).empty()) {
             check_seq(ctx, seq_id);
             settle(ctx);
-            const auto truth = get_truth(ctx).query(ctx->get_memory(), seq_id, p0, tokens, n);
-            std::copy(truth.begin(), truth.end(), out);
+            const auto validity = get_validity(ctx).query(ctx->get_memory(), seq_id, p0, tokens, n);
+            std::copy(validity.begin(), validity.end(), out);
         }
     });
 }
 
-static void check_truth(mixedkv_truth truth) {
-    require(uint32_t(truth) <= MIXEDKV_DOUBTED, MIXEDKV_INVALID, "truth is none of mixedkv_truth");
+static void check_validity(mixedkv_validity validity) {
+    require(uint32_t(validity) <= MIXEDKV_UNVERIFIED, MIXEDKV_INVALID, "validity is none of mixedkv_validity");
 }
 
 mixedkv_status mixedkv_get_past(llama_context * ctx, int32_t seq_id, int32_t p0, uint32_t n, uint64_t * out) {
@@ -194,7 +194,7 @@ mixedkv_status mixedkv_get_past(llama_context * ctx, int32_t seq_id, int32_t p0,
             check_seq(ctx, seq_id);
             settle(ctx);
             for (uint32_t i = 0; i < n; ++i) {
-                out[i] = ctx->hooks.truth.get_past(ctx->get_memory(), seq_id, p0 + int32_t(i));
+                out[i] = ctx->hooks.validity.get_past(ctx->get_memory(), seq_id, p0 + int32_t(i));
             }
         }
     });
@@ -202,32 +202,34 @@ mixedkv_status mixedkv_get_past(llama_context * ctx, int32_t seq_id, int32_t p0,
 
 uint64_t mixedkv_extend_past(uint64_t past, const llama_token * tokens, uint32_t n) {
     for (uint32_t i = 0; tokens && i < n; ++i) {
-        past = llama_kv_truth::extend_past(past, tokens[i]);
+        past = llama_kv_validity::extend_past(past, tokens[i]);
     }
     return past;
 }
 
-mixedkv_status mixedkv_set_truth(llama_context * ctx, int32_t seq_id, int32_t p0, uint64_t past,
-                                 const llama_token * tokens, uint32_t n, mixedkv_truth truth, const char * setting) {
+mixedkv_status mixedkv_set_validity(llama_context * ctx, int32_t seq_id, int32_t p0, uint64_t past,
+                                    const llama_token * tokens, uint32_t n, mixedkv_validity validity,
+                                    const char * setting) {
     return guarded(ctx, [&] {
         require(p0 >= 0 && (tokens || n == 0), MIXEDKV_INVALID, "tokens is NULL, or p0 is negative");
-        check_truth(truth);
+        check_validity(validity);
         if (!llama_kv_mixed_caches(ctx->get_memory()).empty()) {
             check_seq(ctx, seq_id);
-            auto &         known  = get_truth(ctx);
+            auto &         known  = get_validity(ctx);
             const uint32_t number = setting ? ctx->hooks.setting.find_or_add(setting) : 0;
-            known.record(ctx->get_memory(), seq_id, p0, past, tokens, n, truth, number);
+            known.record(ctx->get_memory(), seq_id, p0, past, tokens, n, validity, number);
         }
     });
 }
 
-mixedkv_status mixedkv_limit_truth(llama_context * ctx, int32_t seq_id, int32_t p0, int32_t p1, mixedkv_truth truth) {
+mixedkv_status mixedkv_limit_validity(llama_context * ctx, int32_t seq_id, int32_t p0, int32_t p1,
+                                      mixedkv_validity validity) {
     return guarded(ctx, [&] {
         require(p0 >= 0, MIXEDKV_INVALID, "p0 is negative");
-        check_truth(truth);
+        check_validity(validity);
         if (!llama_kv_mixed_caches(ctx->get_memory()).empty()) {
             check_seq(ctx, seq_id);
-            ctx->hooks.truth.limit(ctx->get_memory(), seq_id, p0, p1, truth);
+            ctx->hooks.validity.limit(ctx->get_memory(), seq_id, p0, p1, validity);
         }
     });
 }
@@ -249,7 +251,7 @@ mixedkv_status mixedkv_get_setting(llama_context * ctx, int32_t seq_id, int32_t 
 }
 
 const char * mixedkv_refused(llama_context * ctx) {
-    return ctx ? ctx->hooks.truth.refused.c_str() : "";
+    return ctx ? ctx->hooks.validity.refused.c_str() : "";
 }
 
 mixedkv_status mixedkv_check_rows(llama_context * ctx) {

@@ -112,13 +112,13 @@ struct mixedkv_seq_info {
 };
 
 // What a row is, from best to worst. A token is at most as good as the worst that it attended to.
-enum mixedkv_truth {
+enum mixedkv_validity {
     MIXEDKV_COMPUTED    = 0, // as evaluating its tokens from the first one gives it
     MIXEDKV_APPROXIMATE = 1, // moved, converted, computed under another setting than the present, or behind rows that
                              // were not read in F16 as they should have been
     MIXEDKV_INCOMPLETE  = 2, // tokens before it were missing
     MIXEDKV_FOREIGN     = 3, // another program made it
-    MIXEDKV_DOUBTED     = 4, // nothing is known of it: from a state, or a block that does not say
+    MIXEDKV_UNVERIFIED  = 4, // nothing is known of it: from a state, or a block that does not say
 };
 
 // Where a sequence can be cut at most, up to a number of tokens: the next token then finds all that it reads.
@@ -189,7 +189,7 @@ LLAMA_API enum mixedkv_status mixedkv_want_logits(struct llama_context * ctx, co
 // A sequence whose evaluation gave values that are no numbers: NaN, or infinite.
 struct mixedkv_not_finite {
     int32_t seq_id;
-    int32_t pos; // the first such token; rows from there on are MIXEDKV_DOUBTED
+    int32_t pos; // the first such token; rows from there on are MIXEDKV_UNVERIFIED
 };
 
 // The sequences that gave such values since they were last taken; all entries are forgotten once n is enough for them.
@@ -227,10 +227,10 @@ LLAMA_API enum mixedkv_status mixedkv_find_cut(struct llama_context * ctx, int32
 LLAMA_API enum mixedkv_status mixedkv_count_computed(struct llama_context * ctx, int32_t seq_id, int32_t p0,
                                                      const llama_token * tokens, uint32_t n, int32_t * out);
 
-// What the rows of a sequence at [p0, p0 + n) are, n of them: the worst of all layers. MIXEDKV_DOUBTED where a row is
-// of another token than the given one, or is not there.
-LLAMA_API enum mixedkv_status mixedkv_get_truth(struct llama_context * ctx, int32_t seq_id, int32_t p0,
-                                                const llama_token * tokens, uint32_t n, enum mixedkv_truth * out);
+// What the rows of a sequence at [p0, p0 + n) are, n of them: the worst of all layers. MIXEDKV_UNVERIFIED where a row
+// is of another token than the given one, or is not there.
+LLAMA_API enum mixedkv_status mixedkv_get_validity(struct llama_context * ctx, int32_t seq_id, int32_t p0,
+                                                   const llama_token * tokens, uint32_t n, enum mixedkv_validity * out);
 
 // Hashes of the tokens of a sequence's rows before p0, before p0 + 1 and so on, n of them: what rows from there on are
 // computed from. 0: there are none.
@@ -240,13 +240,13 @@ LLAMA_API enum mixedkv_status mixedkv_get_past(struct llama_context * ctx, int32
 // The same behind n more tokens.
 LLAMA_API uint64_t mixedkv_extend_past(uint64_t past, const llama_token * tokens, uint32_t n);
 
-// Says what rows of a sequence at [p0, p0 + n) are, of which tokens, under which setting and behind which past they
-// were computed: rows that came from outside are MIXEDKV_DOUBTED until then. Behind another past, and under another
+// Records what rows of a sequence at [p0, p0 + n) are, of which tokens, under which setting and behind which past they
+// were computed: rows that came from outside are MIXEDKV_UNVERIFIED until then. Behind another past, and under another
 // setting than the present one, they are MIXEDKV_APPROXIMATE at best. setting: of mixedkv_get_setting(); NULL: it is
 // not known.
-LLAMA_API enum mixedkv_status mixedkv_set_truth(struct llama_context * ctx, int32_t seq_id, int32_t p0, uint64_t past,
-                                                const llama_token * tokens, uint32_t n, enum mixedkv_truth truth,
-                                                const char * setting);
+LLAMA_API enum mixedkv_status mixedkv_set_validity(struct llama_context * ctx, int32_t seq_id, int32_t p0,
+                                                   uint64_t past, const llama_token * tokens, uint32_t n,
+                                                   enum mixedkv_validity validity, const char * setting);
 
 // How rows are computed: a text of all that shapes them besides their tokens, as adapters, RoPE, types of rows, window
 // and kind of attention are now. Rows of two contexts are the same, but for rounding, where their texts are. p < 0: of
@@ -260,8 +260,8 @@ LLAMA_API enum mixedkv_status mixedkv_get_setting(struct llama_context * ctx, in
 LLAMA_API enum mixedkv_status mixedkv_name_model(struct llama_context * ctx, const char * name);
 
 // Rows of a sequence at [p0, p1) are no better than this; p1 < 0 means the end.
-LLAMA_API enum mixedkv_status mixedkv_limit_truth(struct llama_context * ctx, int32_t seq_id, int32_t p0, int32_t p1,
-                                                  enum mixedkv_truth truth);
+LLAMA_API enum mixedkv_status mixedkv_limit_validity(struct llama_context * ctx, int32_t seq_id, int32_t p0, int32_t p1,
+                                                     enum mixedkv_validity validity);
 
 // Why the context's latest evaluation was refused, since rows that its tokens read are missing: then llama_decode()
 // returned -3, and the cache is as it was before that micro-batch. "": it was not.

@@ -175,7 +175,7 @@ int32_t llama_kv_fill_decode(llama_context & ctx, const llama_kv_fill & fill) {
     if (res == 0) {
         attention.add();
         for (uint32_t i = 0; i < fill.n && fill.last_layer >= 0; ++i) { // rows of later layers were not computed
-            ctx.hooks.truth.limit(ctx.get_memory(), fill.seq_id, fill.positions[i], fill.positions[i] + 1, MIXEDKV_DOUBTED);
+            ctx.hooks.validity.limit(ctx.get_memory(), fill.seq_id, fill.positions[i], fill.positions[i] + 1, MIXEDKV_UNVERIFIED);
         }
     } else {
         take_back(ctx, fill);

@@ -275,7 +275,7 @@ static void import_group(llama_context & ctx, placement & place, llama_seq_id se
         if (shift != 0) {
             cells.pos_add(cell, shift);
         }
-        ctx.hooks.truth.doubt(place.kv, strm, cell); // until the caller says more
+        ctx.hooks.validity.mark_unverified(place.kv, strm, cell); // until the caller says more
     }
 
     for (uint32_t il = 0; il < group.n_layers; ++il) {
@@ -478,7 +478,7 @@ std::string llama_kv_rows_restore_window(
         if (replaced[i]) {
             place.kv.seq_rm(seq_id, -1, -1);
             import_group(ctx, place, seq_id, 0);
-            ctx.hooks.truth.copy_from_full_layers(ctx.get_memory(), place.kv, seq_id);
+            ctx.hooks.validity.copy_from_full_layers(ctx.get_memory(), place.kv, seq_id);
         } else if (place.group.n_hot > 0 && mixed && mixed->get_hot().has_rows()) {
             complete = restore_hot(place, seq_id, *mixed) && complete;
         }

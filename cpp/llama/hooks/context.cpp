@@ -23,5 +23,5 @@ llama_kv_mixed_reading::llama_kv_mixed_reading(llama_context & ctx, llama_seq_id
     ctx(ctx), seq_id(seq_id), flags(flags), inside(llama_kv_mixed_settle(ctx)) {}
 
 llama_kv_mixed_reading::~llama_kv_mixed_reading() {
-    ctx.hooks.truth.forget(seq_id, flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
+    ctx.hooks.validity.forget(seq_id, flags & LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY);
 }

@@ -7,20 +7,20 @@
 #include "hooks/hooks.h"
 #include "hooks/setting.h"
 #include "hooks/step.h"
-#include "hooks/truth.h"
+#include "hooks/validity.h"
 #include "hooks/wanted.h"
 
 #include <mutex>
 
 // the first member of llama_context
 struct llama_context_hooks {
-    std::recursive_mutex busy;  // held by the thread that evaluates, or reads or moves rows
+    std::recursive_mutex busy; // held by the thread that evaluates, or reads or moves rows
     llama_step_room      room;
-    llama_eval_chain     evals; // who is told of the nodes of its graphs
-    llama_kv_truth       truth; // what each row is
-    llama_kv_setting     setting; // how rows are computed now
+    llama_eval_chain     evals;    // who is told of the nodes of its graphs
+    llama_kv_validity    validity; // what each row is
+    llama_kv_setting     setting;  // how rows are computed now
     llama_wanted_logits  wanted;
-    llama_finite_watch   finite; // values that are no numbers
+    llama_finite_watch   finite;   // values that are no numbers
 };
 
 // llama_decode, llama_encode: no other thread evaluates or touches rows as long as what is returned is there

@@ -93,7 +93,7 @@ void llama_finite_watch::end_step(llama_context & ctx, llm_graph_result & res, c
 
     if (!found.empty() && !llama_kv_mixed_caches(ctx.get_memory()).empty()) {
         for (const auto & [seq_id, pos] : found) {
-            ctx.hooks.truth.limit(ctx.get_memory(), seq_id, pos, -1, MIXEDKV_DOUBTED);
+            ctx.hooks.validity.limit(ctx.get_memory(), seq_id, pos, -1, MIXEDKV_UNVERIFIED);
         }
     }
     if (found.size() > n_before) {

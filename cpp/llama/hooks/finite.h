@@ -20,7 +20,7 @@ struct ggml_tensor;
 
 class llama_finite_watch {
 public:
-    // after the graph of a micro-batch has ended well. Rows of its sequences are doubted from the first such token on
+    // after the graph of a micro-batch has ended well. Rows of its sequences are unverified from the first such token on
     void end_step(llama_context & ctx, llm_graph_result & res, const llama_ubatch & ubatch);
 
     // the sequences with such tokens since the last call, and where they begin

@@ -115,17 +115,17 @@ void llama_step::undo() {
 llm_graph_result * llama_step::process(llm_graph_type gtype, llama_memory_context_i * mctx, ggml_status & status) {
     llm_graph_result * res = nullptr;
 
-    ctx.hooks.truth.use_setting(ctx.hooks.setting.get(ctx, ubatch.token != nullptr));
+    ctx.hooks.validity.use_setting(ctx.hooks.setting.get(ctx, ubatch.token != nullptr));
 
     status = GGML_STATUS_FAILED;
-    if (ctx.hooks.truth.begin_step(ctx.get_memory(), ubatch).empty()) {
+    if (ctx.hooks.validity.begin_step(ctx.get_memory(), ubatch).empty()) {
         res = ctx.process_ubatch(ubatch, gtype, mctx, status);
     }
 
     if (res) {
-        ctx.hooks.truth.end_step(ctx.get_memory(), ubatch);
+        ctx.hooks.validity.end_step(ctx.get_memory(), ubatch);
         ctx.hooks.finite.end_step(ctx, *res, ubatch);
-    } else if (ctx.hooks.truth.refused.empty()) { // otherwise it was not begun
+    } else if (ctx.hooks.validity.refused.empty()) { // otherwise it was not begun
         undo();
     }
 

@@ -59,7 +59,7 @@ class Validity:
         Args:
             tokens: their ids, [n]; rows of others, and those that are not there, are unverified.
         """
-        known = _core.get_truth(self._context.address, seq, p0, as_tokens(tokens))
+        known = _core.get_validity(self._context.address, seq, p0, as_tokens(tokens))
         return np.full_like(known, UNVERIFIED) if self._is_unverified(seq) else known
 
     @exclusive
@@ -95,7 +95,7 @@ class Validity:
     def limit(self, seq: int, p0: int, p1: int, best: int) -> None:
         """Record that the rows at [p0, p1) are `best` at best."""
         self.mark(seq, True)
-        _core.limit_truth(self._context.address, seq, p0, p1, best)
+        _core.limit_validity(self._context.address, seq, p0, p1, best)
 
     def record(self, block: KVBlock, seq: int, at: int, best: int) -> None:
         """Record the validity of a block's rows that were put into a sequence, capped at `best`, and the
@@ -108,7 +108,7 @@ class Validity:
         self.mark(seq, bool(known.any() or reason) or (at > 0 and seq in self._unverified))
         for kind, begin, end in runs(known):
             past, ids = block.past_at(block.p0 + begin), block.tokens[begin:end]
-            _core.set_truth(self._context.address, seq, at + begin, past, ids, kind, block.setting)
+            _core.set_validity(self._context.address, seq, at + begin, past, ids, kind, block.setting)
 
     def record_checkpoint(self, point: Checkpoint, n: int, seq: int) -> None:
         """Record that the rows of a checkpoint, which is now in a sequence, are approximate where it was

@@ -428,11 +428,11 @@ static void test_count_rows(struct llama_context * ctx) {
 
 // --- what rows are
 
-static void test_truth_arguments(struct llama_context * ctx, const llama_token * tokens) {
-    enum mixedkv_truth truth[N_TOKENS];
-    int32_t            n       = 0;
-    uint64_t           past    = 0;
-    const char *       setting = NULL;
+static void test_validity_arguments(struct llama_context * ctx, const llama_token * tokens) {
+    enum mixedkv_validity validity[N_TOKENS];
+    int32_t               n       = 0;
+    uint64_t              past    = 0;
+    const char *          setting = NULL;
 
     EXPECT(INVALID, mixedkv_count_computed(NULL, 0, 0, tokens, N_TOKENS, &n));
     EXPECT(INVALID, mixedkv_count_computed(ctx, 0, 0, tokens, N_TOKENS, NULL));
@@ -441,23 +441,23 @@ static void test_truth_arguments(struct llama_context * ctx, const llama_token *
     EXPECT(NOT_AVAILABLE, mixedkv_count_computed(ctx, -1, 0, tokens, N_TOKENS, &n));
     EXPECT(NOT_AVAILABLE, mixedkv_count_computed(ctx, INT_MAX, 0, tokens, N_TOKENS, &n));
 
-    EXPECT(INVALID, mixedkv_get_truth(NULL, 0, 0, tokens, N_TOKENS, truth));
-    EXPECT(INVALID, mixedkv_get_truth(ctx, 0, 0, tokens, N_TOKENS, NULL));
-    EXPECT(INVALID, mixedkv_get_truth(ctx, 0, 0, NULL, N_TOKENS, truth));
-    EXPECT(INVALID, mixedkv_get_truth(ctx, 0, -1, tokens, N_TOKENS, truth));
-    EXPECT(INVALID, mixedkv_get_truth(ctx, 0, INT_MAX, tokens, N_TOKENS, truth));
-    EXPECT(INVALID, mixedkv_get_truth(ctx, 0, 0, tokens, UINT32_MAX, truth));
-    EXPECT(NOT_AVAILABLE, mixedkv_get_truth(ctx, -1, 0, tokens, N_TOKENS, truth));
-    EXPECT(NOT_AVAILABLE, mixedkv_get_truth(ctx, INT_MAX, 0, tokens, N_TOKENS, truth));
-    EXPECT(OK, mixedkv_get_truth(ctx, 0, 0, NULL, 0, NULL));
+    EXPECT(INVALID, mixedkv_get_validity(NULL, 0, 0, tokens, N_TOKENS, validity));
+    EXPECT(INVALID, mixedkv_get_validity(ctx, 0, 0, tokens, N_TOKENS, NULL));
+    EXPECT(INVALID, mixedkv_get_validity(ctx, 0, 0, NULL, N_TOKENS, validity));
+    EXPECT(INVALID, mixedkv_get_validity(ctx, 0, -1, tokens, N_TOKENS, validity));
+    EXPECT(INVALID, mixedkv_get_validity(ctx, 0, INT_MAX, tokens, N_TOKENS, validity));
+    EXPECT(INVALID, mixedkv_get_validity(ctx, 0, 0, tokens, UINT32_MAX, validity));
+    EXPECT(NOT_AVAILABLE, mixedkv_get_validity(ctx, -1, 0, tokens, N_TOKENS, validity));
+    EXPECT(NOT_AVAILABLE, mixedkv_get_validity(ctx, INT_MAX, 0, tokens, N_TOKENS, validity));
+    EXPECT(OK, mixedkv_get_validity(ctx, 0, 0, NULL, 0, NULL));
 
-    EXPECT(INVALID, mixedkv_set_truth(NULL, 0, 0, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED, NULL));
-    EXPECT(INVALID, mixedkv_set_truth(ctx, 0, 0, 0, NULL, N_TOKENS, MIXEDKV_COMPUTED, NULL));
-    EXPECT(INVALID, mixedkv_set_truth(ctx, 0, -1, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED, NULL));
-    EXPECT(INVALID, mixedkv_set_truth(ctx, 0, 0, 0, tokens, N_TOKENS, (enum mixedkv_truth)5, NULL));
-    EXPECT(INVALID, mixedkv_set_truth(ctx, 0, 0, 0, tokens, N_TOKENS, (enum mixedkv_truth) - 1, NULL));
-    EXPECT(NOT_AVAILABLE, mixedkv_set_truth(ctx, -1, 0, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED, NULL));
-    EXPECT(NOT_AVAILABLE, mixedkv_set_truth(ctx, INT_MAX, 0, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED, NULL));
+    EXPECT(INVALID, mixedkv_set_validity(NULL, 0, 0, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED, NULL));
+    EXPECT(INVALID, mixedkv_set_validity(ctx, 0, 0, 0, NULL, N_TOKENS, MIXEDKV_COMPUTED, NULL));
+    EXPECT(INVALID, mixedkv_set_validity(ctx, 0, -1, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED, NULL));
+    EXPECT(INVALID, mixedkv_set_validity(ctx, 0, 0, 0, tokens, N_TOKENS, (enum mixedkv_validity)5, NULL));
+    EXPECT(INVALID, mixedkv_set_validity(ctx, 0, 0, 0, tokens, N_TOKENS, (enum mixedkv_validity) - 1, NULL));
+    EXPECT(NOT_AVAILABLE, mixedkv_set_validity(ctx, -1, 0, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED, NULL));
+    EXPECT(NOT_AVAILABLE, mixedkv_set_validity(ctx, INT_MAX, 0, 0, tokens, N_TOKENS, MIXEDKV_COMPUTED, NULL));
 
     EXPECT(INVALID, mixedkv_name_model(NULL, "model"));
     EXPECT(INVALID, mixedkv_name_model(ctx, NULL));
@@ -472,11 +472,11 @@ static void test_truth_arguments(struct llama_context * ctx, const llama_token *
     EXPECT(NOT_AVAILABLE, mixedkv_get_past(ctx, -1, 0, 1, &past));
     EXPECT(NOT_AVAILABLE, mixedkv_get_past(ctx, INT_MAX, 0, 1, &past));
 
-    EXPECT(INVALID, mixedkv_limit_truth(NULL, 0, 0, -1, MIXEDKV_DOUBTED));
-    EXPECT(INVALID, mixedkv_limit_truth(ctx, 0, -1, -1, MIXEDKV_DOUBTED));
-    EXPECT(INVALID, mixedkv_limit_truth(ctx, 0, 0, -1, (enum mixedkv_truth)INT_MAX));
-    EXPECT(NOT_AVAILABLE, mixedkv_limit_truth(ctx, -1, 0, -1, MIXEDKV_DOUBTED));
-    EXPECT(NOT_AVAILABLE, mixedkv_limit_truth(ctx, INT_MAX, 0, -1, MIXEDKV_DOUBTED));
+    EXPECT(INVALID, mixedkv_limit_validity(NULL, 0, 0, -1, MIXEDKV_UNVERIFIED));
+    EXPECT(INVALID, mixedkv_limit_validity(ctx, 0, -1, -1, MIXEDKV_UNVERIFIED));
+    EXPECT(INVALID, mixedkv_limit_validity(ctx, 0, 0, -1, (enum mixedkv_validity)INT_MAX));
+    EXPECT(NOT_AVAILABLE, mixedkv_limit_validity(ctx, -1, 0, -1, MIXEDKV_UNVERIFIED));
+    EXPECT(NOT_AVAILABLE, mixedkv_limit_validity(ctx, INT_MAX, 0, -1, MIXEDKV_UNVERIFIED));
 }
 
 static void expect_number(int want, int got) {
@@ -486,13 +486,13 @@ static void expect_number(int want, int got) {
     }
 }
 
-static void expect_truth(struct llama_context * ctx, const llama_token * tokens, int at, int n,
-                         enum mixedkv_truth wanted) {
-    enum mixedkv_truth truth[N_TOKENS];
+static void expect_validity(struct llama_context * ctx, const llama_token * tokens, int at, int n,
+                            enum mixedkv_validity wanted) {
+    enum mixedkv_validity validity[N_TOKENS];
 
-    EXPECT(OK, mixedkv_get_truth(ctx, 0, at, tokens + at, (uint32_t)n, truth));
+    EXPECT(OK, mixedkv_get_validity(ctx, 0, at, tokens + at, (uint32_t)n, validity));
     for (int i = 0; i < n; i++) {
-        expect_number((int)wanted, (int)truth[i]);
+        expect_number((int)wanted, (int)validity[i]);
     }
 }
 
@@ -503,7 +503,7 @@ static void expect_computed(struct llama_context * ctx, const llama_token * toke
     expect_number(wanted, n);
 }
 
-static void test_truth(struct llama_context * ctx) {
+static void test_validity(struct llama_context * ctx) {
     llama_token tokens[N_TOKENS], others[N_TOKENS];
     uint64_t    past = 0;
 
@@ -513,36 +513,38 @@ static void test_truth(struct llama_context * ctx) {
         tokens[i] = 3 + i * 7 % 200; // as decode() evaluates them
         others[i] = i < 20 ? tokens[i] : 1;
     }
-    test_truth_arguments(ctx, tokens);
+    test_validity_arguments(ctx, tokens);
 
     expect_computed(ctx, tokens, N_TOKENS);
-    expect_truth(ctx, tokens, 0, N_TOKENS, MIXEDKV_COMPUTED);
+    expect_validity(ctx, tokens, 0, N_TOKENS, MIXEDKV_COMPUTED);
     expect_computed(ctx, others, 20);
-    expect_truth(ctx, others, 20, N_TOKENS - 20, MIXEDKV_DOUBTED);
+    expect_validity(ctx, others, 20, N_TOKENS - 20, MIXEDKV_UNVERIFIED);
 
-    EXPECT(OK, mixedkv_limit_truth(ctx, 0, 10, 12, MIXEDKV_APPROXIMATE));
-    EXPECT(OK, mixedkv_limit_truth(ctx, 0, 10, 12, MIXEDKV_COMPUTED)); // no better for that
+    EXPECT(OK, mixedkv_limit_validity(ctx, 0, 10, 12, MIXEDKV_APPROXIMATE));
+    EXPECT(OK, mixedkv_limit_validity(ctx, 0, 10, 12, MIXEDKV_COMPUTED)); // no better for that
     expect_computed(ctx, tokens, 10);
-    expect_truth(ctx, tokens, 10, 2, MIXEDKV_APPROXIMATE);
-    expect_truth(ctx, tokens, 12, N_TOKENS - 12, MIXEDKV_COMPUTED);
+    expect_validity(ctx, tokens, 10, 2, MIXEDKV_APPROXIMATE);
+    expect_validity(ctx, tokens, 12, N_TOKENS - 12, MIXEDKV_COMPUTED);
 
     expect_number(0, decode(ctx, 4, N_TOKENS, 0)); // no better than the worst that they attend to
-    EXPECT(OK,
-           mixedkv_set_truth(ctx, 0, 10, 0, tokens + 10, 2, MIXEDKV_COMPUTED, NULL)); // behind nothing, which it is not
+    EXPECT(OK, mixedkv_set_validity(ctx, 0, 10, 0, tokens + 10, 2, MIXEDKV_COMPUTED,
+                                    NULL)); // behind nothing, which it is not
     expect_computed(ctx, tokens, 10);
     EXPECT(OK, mixedkv_get_past(ctx, 0, 10, 1, &past));
     expect_number(true, past == mixedkv_extend_past(0, tokens, 10));
-    EXPECT(OK, mixedkv_set_truth(ctx, 0, 10, past, tokens + 10, 2, MIXEDKV_COMPUTED, NULL)); // under whatever setting
+    EXPECT(OK,
+           mixedkv_set_validity(ctx, 0, 10, past, tokens + 10, 2, MIXEDKV_COMPUTED, NULL)); // under whatever setting
     expect_computed(ctx, tokens, 10);
     EXPECT(OK, mixedkv_get_setting(ctx, 0, 10, &setting));
     expect_number(0, (int)strlen(setting));
     EXPECT(OK, mixedkv_name_model(ctx, "model=one"));
     EXPECT(OK, mixedkv_get_setting(ctx, 0, 9, &setting));
     expect_number(0, strncmp(setting, "model=one llama.cpp=", 20));
-    EXPECT(OK, mixedkv_set_truth(ctx, 0, 10, past, tokens + 10, 2, MIXEDKV_COMPUTED, setting + 10)); // of which model?
+    EXPECT(OK,
+           mixedkv_set_validity(ctx, 0, 10, past, tokens + 10, 2, MIXEDKV_COMPUTED, setting + 10)); // of which model?
     expect_computed(ctx, tokens, 10);
     EXPECT(OK, mixedkv_get_setting(ctx, -1, -1, &setting));
-    EXPECT(OK, mixedkv_set_truth(ctx, 0, 10, past, tokens + 10, 2, MIXEDKV_COMPUTED, setting));
+    EXPECT(OK, mixedkv_set_validity(ctx, 0, 10, past, tokens + 10, 2, MIXEDKV_COMPUTED, setting));
     expect_computed(ctx, tokens, N_TOKENS);
     EXPECT(OK, mixedkv_get_past(ctx, 0, 0, 1, &past));
     expect_number(true, past == 0 && mixedkv_extend_past(7, NULL, 0) == 7);
@@ -879,7 +881,7 @@ int main(int argc, char ** argv) {
         return EXIT_FAILURE;
     }
     test_lists(ctx);
-    test_truth(ctx);
+    test_validity(ctx);
     test_read_rows(ctx);
     test_count_rows(ctx);
     test_export(ctx);

@@ -1,4 +1,4 @@
-#include "hooks/truth.h"
+#include "hooks/validity.h"
 
 #include "cache/mixed.h"
 #include "hooks/hooks.h"
@@ -9,88 +9,88 @@
 #include <iterator>
 #include <limits>
 
-llama_kv_truth::stream & llama_kv_truth::of(const llama_kv_cache & kv, uint32_t strm) {
+llama_kv_validity::stream & llama_kv_validity::of(const llama_kv_cache & kv, uint32_t strm) {
     auto & res = streams[{ &kv, strm }];
     res.rows.resize(kv.get_size());
     return res;
 }
 
-void llama_kv_truth::use_setting(uint32_t number) {
+void llama_kv_validity::use_setting(uint32_t number) {
     for (auto & [key, known] : streams) {
         known.has_less = known.has_less || number != setting;
     }
     setting = number;
 }
 
-llama_kv_truth::row & llama_kv_truth::find(const llama_kv_cache & kv, uint32_t strm, uint32_t cell) {
+llama_kv_validity::row & llama_kv_validity::find(const llama_kv_cache & kv, uint32_t strm, uint32_t cell) {
     row &           res = of(kv, strm).rows[cell];
     const llama_pos pos = kv_access::get_cells(kv)[strm].pos_get(cell);
 
     if (res.pos != pos) {
-        res.truth = res.pos < 0 ? MIXEDKV_DOUBTED : std::max(MIXEDKV_APPROXIMATE, res.truth);
+        res.validity = res.pos < 0 ? MIXEDKV_UNVERIFIED : std::max(MIXEDKV_APPROXIMATE, res.validity);
         res.pos   = pos;
     }
 
     return res;
 }
 
-mixedkv_truth llama_kv_truth::get(const llama_kv_cache & kv, uint32_t strm, uint32_t cell) {
+mixedkv_validity llama_kv_validity::get(const llama_kv_cache & kv, uint32_t strm, uint32_t cell) {
     const row & known = find(kv, strm, cell);
-    return known.setting == setting ? known.truth : std::max(MIXEDKV_APPROXIMATE, known.truth);
+    return known.setting == setting ? known.validity : std::max(MIXEDKV_APPROXIMATE, known.validity);
 }
 
-void llama_kv_truth::set(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, const row & value) {
+void llama_kv_validity::set(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, const row & value) {
     stream & into = of(kv, strm);
 
     into.rows[cell]     = value;
     into.rows[cell].pos = kv_access::get_cells(kv)[strm].pos_get(cell);
-    into.has_less       = into.has_less || value.truth > MIXEDKV_COMPUTED || value.setting != setting;
+    into.has_less       = into.has_less || value.validity > MIXEDKV_COMPUTED || value.setting != setting;
 }
 
-void llama_kv_truth::doubt(const llama_kv_cache & kv, uint32_t strm, uint32_t cell) {
+void llama_kv_validity::mark_unverified(const llama_kv_cache & kv, uint32_t strm, uint32_t cell) {
     set(kv, strm, cell, row());
 }
 
-void llama_kv_truth::limit_cell(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_truth truth) {
+void llama_kv_validity::limit_cell(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, mixedkv_validity validity) {
     row value   = find(kv, strm, cell);
-    value.truth = std::max(value.truth, truth);
+    value.validity = std::max(value.validity, validity);
     set(kv, strm, cell, value);
 }
 
-bool llama_kv_truth::is_of(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, llama_token token) {
+bool llama_kv_validity::is_of(const llama_kv_cache & kv, uint32_t strm, uint32_t cell, llama_token token) {
     const llama_token known = of(kv, strm).rows[cell].token;
     return known == LLAMA_TOKEN_NULL || known == token;
 }
 
-void llama_kv_truth::limit(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, llama_pos p1, mixedkv_truth truth) {
+void llama_kv_validity::limit(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, llama_pos p1, mixedkv_validity validity) {
     for (const auto * kv : llama_kv_mixed_caches(memory)) {
         const auto & there = kv->get_cells(seq_id).seq_pos_get(seq_id);
 
         for (auto it = there.lower_bound({ p0, 0 }); it != there.end() && (p1 < 0 || it->first < p1); ++it) {
-            limit_cell(*kv, kv->get_stream(seq_id), it->second, truth);
+            limit_cell(*kv, kv->get_stream(seq_id), it->second, validity);
         }
     }
 }
 
-uint64_t llama_kv_truth::extend_past(uint64_t past, llama_token token) {
+uint64_t llama_kv_validity::extend_past(uint64_t past, llama_token token) {
     past = (past ^ uint64_t(std::max(int64_t(token), int64_t(-1)) + 2))*0x9e3779b97f4a7c15; // all images are the same
     return past ^ (past >> 29);
 }
 
-uint64_t llama_kv_truth::past_of(const llama_kv_cache & kv, llama_seq_id seq_id, llama_pos p0) {
+uint64_t llama_kv_validity::past_of(const llama_kv_cache & kv, llama_seq_id seq_id, llama_pos p0) {
     const auto & there = kv.get_cells(seq_id).seq_pos_get(seq_id);
     const auto   it    = there.lower_bound({ p0, 0 });
     return it == there.begin() ? 0 : of(kv, kv.get_stream(seq_id)).rows[std::prev(it)->second].past;
 }
 
-uint64_t llama_kv_truth::get_past(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0) {
+uint64_t llama_kv_validity::get_past(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0) {
     return past_of(*llama_kv_mixed_caches(memory)[0], seq_id, p0);
 }
 
-void llama_kv_truth::record(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, uint64_t past, const llama_token * tokens,
-                         uint32_t n, mixedkv_truth truth, uint32_t setting) {
+void llama_kv_validity::record(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, uint64_t past, const llama_token * tokens,
+                               uint32_t n, mixedkv_validity validity, uint32_t setting) {
     if (get_past(memory, seq_id, p0) != past) {
-        truth = std::max(truth, MIXEDKV_APPROXIMATE);
+        validity = std::max(validity, MIXEDKV_APPROXIMATE);
     }
 
     for (const auto * kv : llama_kv_mixed_caches(memory)) {
@@ -99,12 +99,12 @@ void llama_kv_truth::record(llama_memory_i * memory, llama_seq_id seq_id, llama_
 
         for (auto it = there.lower_bound({ p0, 0 }); it != there.end() && it->first - p0 < llama_pos(n); ++it) {
             const llama_token token = tokens[it->first - p0];
-            set(*kv, strm, it->second, { it->first, token, truth, extend_past(past_of(*kv, seq_id, it->first), token), setting });
+            set(*kv, strm, it->second, { it->first, token, validity, extend_past(past_of(*kv, seq_id, it->first), token), setting });
         }
     }
 }
 
-uint32_t llama_kv_truth::get_setting(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p) {
+uint32_t llama_kv_validity::get_setting(llama_memory_i * memory, llama_seq_id seq_id, llama_pos p) {
     uint32_t res = setting;
     for (const auto * kv : llama_kv_mixed_caches(memory)) {
         const auto & there = kv->get_cells(seq_id).seq_pos_get(seq_id);
@@ -115,7 +115,7 @@ uint32_t llama_kv_truth::get_setting(llama_memory_i * memory, llama_seq_id seq_i
     return res;
 }
 
-void llama_kv_truth::copy_from_full_layers(llama_memory_i * memory, const llama_kv_cache & kv, llama_seq_id seq_id) {
+void llama_kv_validity::copy_from_full_layers(llama_memory_i * memory, const llama_kv_cache & kv, llama_seq_id seq_id) {
     const auto &   full = *llama_kv_mixed_caches(memory)[0];
     const auto &   from = full.get_cells(seq_id).seq_pos_get(seq_id);
     const uint32_t strm = full.get_stream(seq_id);
@@ -130,7 +130,7 @@ void llama_kv_truth::copy_from_full_layers(llama_memory_i * memory, const llama_
     }
 }
 
-void llama_kv_truth::forget(llama_seq_id seq_id, bool partial) {
+void llama_kv_validity::forget(llama_seq_id seq_id, bool partial) {
     for (auto & [key, known] : streams) {
         if (partial && kv_access::get_n_swa(*key.first) == 0) {
             continue;
@@ -146,12 +146,12 @@ void llama_kv_truth::forget(llama_seq_id seq_id, bool partial) {
     }
 }
 
-void llama_kv_truth::copy_stream(const llama_kv_cache & kv, uint32_t from, uint32_t to) {
+void llama_kv_validity::copy_stream(const llama_kv_cache & kv, uint32_t from, uint32_t to) {
     const auto known = of(kv, from);
     of(kv, to) = known;
 }
 
-void llama_kv_truth::note_shifts(const llama_kv_cache & kv) {
+void llama_kv_validity::note_shifts(const llama_kv_cache & kv) {
     for (uint32_t s = 0; s < kv.get_n_stream(); ++s) {
         const auto & cells = kv_access::get_cells(kv)[s];
 
@@ -163,7 +163,7 @@ void llama_kv_truth::note_shifts(const llama_kv_cache & kv) {
     }
 }
 
-llama_pos llama_kv_truth::count_computed(
+llama_pos llama_kv_validity::count_computed(
         llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, const llama_token * tokens, uint32_t n) {
     llama_pos res = std::numeric_limits<llama_pos>::max();
 
@@ -196,11 +196,11 @@ llama_pos llama_kv_truth::count_computed(
     return res;
 }
 
-std::vector<mixedkv_truth> llama_kv_truth::query(
+std::vector<mixedkv_validity> llama_kv_validity::query(
         llama_memory_i * memory, llama_seq_id seq_id, llama_pos p0, const llama_token * tokens, uint32_t n) {
     const auto caches = llama_kv_mixed_caches(memory);
 
-    std::vector<mixedkv_truth> res(n, MIXEDKV_COMPUTED);
+    std::vector<mixedkv_validity> res(n, MIXEDKV_COMPUTED);
 
     for (const auto * kv : caches) {
         const uint32_t strm   = kv->get_stream(seq_id);
@@ -212,11 +212,11 @@ std::vector<mixedkv_truth> llama_kv_truth::query(
             const llama_pos pos = p0 + llama_pos(i);
             // a window keeps no others, and an image has its rows at the first of the positions that it covers
             if ((it == there.end() || it->first != pos) && !slides) {
-                res[i] = kv->has_cell_ext() && i > 0 ? res[i - 1] : MIXEDKV_DOUBTED;
+                res[i] = kv->has_cell_ext() && i > 0 ? res[i - 1] : MIXEDKV_UNVERIFIED;
             }
             for (; it != there.end() && it->first == pos; ++it) {
-                const auto truth = is_of(*kv, strm, it->second, tokens[i]) ? get(*kv, strm, it->second) : MIXEDKV_DOUBTED;
-                res[i] = std::max(res[i], truth);
+                const auto validity = is_of(*kv, strm, it->second, tokens[i]) ? get(*kv, strm, it->second) : MIXEDKV_UNVERIFIED;
+                res[i] = std::max(res[i], validity);
             }
         }
     }
@@ -228,15 +228,15 @@ std::vector<mixedkv_truth> llama_kv_truth::query(
 // steps
 //
 
-struct llama_kv_truth_seq {
-    llama_seq_id  id;
-    llama_pos     first = std::numeric_limits<llama_pos>::max(); // of the ubatch
-    llama_pos     last  = -1;
-    mixedkv_truth worst = MIXEDKV_COMPUTED;
+struct llama_kv_validity_seq {
+    llama_seq_id     id;
+    llama_pos        first = std::numeric_limits<llama_pos>::max(); // of the ubatch
+    llama_pos        last  = -1;
+    mixedkv_validity worst = MIXEDKV_COMPUTED;
 };
 
-static std::vector<llama_kv_truth_seq> get_sequences(const llama_ubatch & ubatch) {
-    std::vector<llama_kv_truth_seq> res;
+static std::vector<llama_kv_validity_seq> get_sequences(const llama_ubatch & ubatch) {
+    std::vector<llama_kv_validity_seq> res;
     std::vector<int32_t>  at(LLAMA_MAX_SEQ, -1);
 
     for (uint32_t i = 0; i < ubatch.n_tokens; ++i) {
@@ -301,7 +301,7 @@ static llama_pos find_missing(const llama_kv_cache & full, const llama_kv_cache 
     return -1;
 }
 
-std::string llama_kv_truth::begin_step(llama_memory_i * memory, const llama_ubatch & ubatch) {
+std::string llama_kv_validity::begin_step(llama_memory_i * memory, const llama_ubatch & ubatch) {
     const auto caches = llama_kv_mixed_caches(memory);
 
     refused.clear();
@@ -342,7 +342,7 @@ template <typename F> static void for_each_cell(const llama_kv_cache & kv, const
 }
 
 // what a sequence lacked in one cache, besides what is wrong with the rows that are there
-static void note_missing(const llama_kv_cache & kv, bool lacks_hot, llama_kv_truth_seq & seq) {
+static void note_missing(const llama_kv_cache & kv, bool lacks_hot, llama_kv_validity_seq & seq) {
     // an image has several rows at a position
     const auto &    cells = kv.get_cells(seq.id);
     const llama_pos begin = first_seen(kv, seq.first);
@@ -354,7 +354,7 @@ static void note_missing(const llama_kv_cache & kv, bool lacks_hot, llama_kv_tru
     }
 }
 
-void llama_kv_truth::note_worst(const llama_kv_cache & kv, uint32_t strm, const std::vector<llama_kv_truth_seq *> & seqs) {
+void llama_kv_validity::note_worst(const llama_kv_cache & kv, uint32_t strm, const std::vector<llama_kv_validity_seq *> & seqs) {
     const auto & cells = kv_access::get_cells(kv)[strm];
     stream &     known = of(kv, strm);
 
@@ -365,7 +365,7 @@ void llama_kv_truth::note_worst(const llama_kv_cache & kv, uint32_t strm, const 
     known.has_less = false;
     for (uint32_t i = cells.used_min(); i < cells.used_max_p1(); ++i) {
         const row & one = known.rows[i];
-        if (cells.is_empty(i) || (one.pos == cells.pos_get(i) && one.truth == MIXEDKV_COMPUTED && one.setting == setting)) {
+        if (cells.is_empty(i) || (one.pos == cells.pos_get(i) && one.validity == MIXEDKV_COMPUTED && one.setting == setting)) {
             continue;
         }
 
@@ -380,7 +380,7 @@ void llama_kv_truth::note_worst(const llama_kv_cache & kv, uint32_t strm, const 
     }
 }
 
-void llama_kv_truth::end_step(llama_memory_i * memory, const llama_ubatch & ubatch) {
+void llama_kv_validity::end_step(llama_memory_i * memory, const llama_ubatch & ubatch) {
     const auto caches = llama_kv_mixed_caches(memory);
 
     auto seqs = get_sequences(ubatch);
@@ -392,7 +392,7 @@ void llama_kv_truth::end_step(llama_memory_i * memory, const llama_ubatch & ubat
             set(*kv, kv->get_stream(ubatch.seq_id[i][0]), cell, { ubatch.pos[i], token, MIXEDKV_COMPUTED, extend_past(past, token), setting });
         });
 
-        std::map<uint32_t, std::vector<llama_kv_truth_seq *>> by_stream;
+        std::map<uint32_t, std::vector<llama_kv_validity_seq *>> by_stream;
         for (auto & seq : seqs) {
             note_missing(*kv, lacks_hot[seq.id], seq);
             by_stream[kv->get_stream(seq.id)].push_back(&seq);
@@ -405,9 +405,9 @@ void llama_kv_truth::end_step(llama_memory_i * memory, const llama_ubatch & ubat
     limit_step(caches, ubatch, seqs);
 }
 
-void llama_kv_truth::limit_step(
-        const std::vector<llama_kv_cache *> & caches, const llama_ubatch & ubatch, const std::vector<llama_kv_truth_seq> & seqs) {
-    std::map<llama_seq_id, const llama_kv_truth_seq *> less;
+void llama_kv_validity::limit_step(
+        const std::vector<llama_kv_cache *> & caches, const llama_ubatch & ubatch, const std::vector<llama_kv_validity_seq> & seqs) {
+    std::map<llama_seq_id, const llama_kv_validity_seq *> less;
 
     for (const auto & seq : seqs) {
         if (seq.worst > MIXEDKV_COMPUTED) {
