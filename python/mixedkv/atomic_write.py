@@ -34,7 +34,7 @@ def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
 
 
 def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
-    """Write a text file, in UTF-8, in one piece.
+    """Write a text file, in UTF-8, all of it or nothing.
 
     Raises:
         OSError: it cannot be written.

@@ -42,15 +42,15 @@ def chat_arguments(
 
 
 def _take_format(llm: Any, options: dict[str, Any]) -> None:
-    asked = options["response_format"]
-    kind = asked.get("type")
+    requested = options["response_format"]
+    kind = requested.get("type")
     if kind not in _FORMATS:
         raise ValueError(f"response_format: type={kind!r:.80} is none of {', '.join(_FORMATS)}")
-    if kind == "text" or (kind == "json_object" and "schema" not in asked):
+    if kind == "text" or (kind == "json_object" and "schema" not in requested):
         return
-    schema = asked.get("schema")
+    schema = requested.get("schema")
     if kind == "json_schema":
-        inner = asked.get("json_schema")
+        inner = requested.get("json_schema")
         schema = inner.get("schema") if isinstance(inner, Mapping) else schema
     if not isinstance(schema, Mapping):
         raise ValueError(

@@ -70,31 +70,31 @@ def choose_setting(
 
 
 def choose_context(
-    asked: ContextChoice, file: ModelFile, options: Mapping[str, Any], embedding: bool
+    choice: ContextChoice, file: ModelFile, options: Mapping[str, Any], embedding: bool
 ) -> ContextChoice:
     """Return what is made where this was asked for; `options` are the other arguments of `Llama`.
 
     Raises:
         ValueError: the cache does not fit the context or the memory, or needs flash attention.
     """
-    place = _place(asked, file, options)
-    if not asked.chosen and (place is None or not place.shape.layers):
-        asked = replace(asked, setting=parse_kv("f16"))  # no layer keeps rows, or it is not known
-    asked = replace(asked, flash_attn=_choose_flash_attn(asked.setting, asked.flash_attn))
-    if asked.n_ctx == "fit":
-        asked = _fitted(asked, file, place, options)
-    n_ctx = asked.n_ctx or int(file.get("context_length", 0))
+    place = _place(choice, file, options)
+    if not choice.chosen and (place is None or not place.shape.layers):
+        choice = replace(choice, setting=parse_kv("f16"))  # no layer keeps rows, or it is not known
+    choice = replace(choice, flash_attn=_choose_flash_attn(choice.setting, choice.flash_attn))
+    if choice.n_ctx == "fit":
+        choice = _fitted(choice, file, place, options)
+    n_ctx = choice.n_ctx or int(file.get("context_length", 0))
     assert n_ctx != "fit"
-    asked = _resolved(asked, file, place, n_ctx)
-    if place is not None and asked.n_windows:
-        n_windows = place.sliding.windows(place.shape.window, n_ctx, asked.n_seq_max)
-        asked = replace(asked, n_windows=n_windows)
-    if place is not None and place.on_cpu and n_ctx and asked.fit is None and not asked.takes_all:
-        check_room(place, asked.setting, n_ctx)
+    choice = _resolved(choice, file, place, n_ctx)
+    if place is not None and choice.n_windows:
+        n_windows = place.sliding.windows(place.shape.window, n_ctx, choice.n_seq_max)
+        choice = replace(choice, n_windows=n_windows)
+    if place is not None and place.on_cpu and n_ctx and choice.fit is None and not choice.takes_all:
+        check_room(place, choice.setting, n_ctx)
     if n_ctx:  # 0 is left to llama.cpp
-        n_seq = 1 if asked.kv_unified or embedding else asked.n_seq_max
-        asked.setting.check_context(padded(n_ctx // n_seq))
-    return asked
+        n_seq = 1 if choice.kv_unified or embedding else choice.n_seq_max
+        choice.setting.check_context(padded(n_ctx // n_seq))
+    return choice
 
 
 def fitting_context(file: ModelFile, kv: KVSetting | None, n_seq: int = 1, n_windows: int = 0) -> Fit | None:
@@ -105,7 +105,7 @@ def fitting_context(file: ModelFile, kv: KVSetting | None, n_seq: int = 1, n_win
         kv: the cache; None is the default.
         n_windows: as in `Llama`.
     """
-    asked = ContextChoice(
+    choice = ContextChoice(
         setting=kv or parse_kv("mixed"),
         chosen=kv is not None,
         n_ctx="fit",
@@ -119,13 +119,13 @@ def fitting_context(file: ModelFile, kv: KVSetting | None, n_seq: int = 1, n_win
     )
     options: dict[str, Any] = {"swa_full": False}
     try:
-        found = _fitted(asked, file, _place(asked, file, options), options).fit
+        found = _fitted(choice, file, _place(choice, file, options), options).fit
     except ValueError:
         return None
     return found if found is not None and found.n_left is not None else None
 
 
-def _place(asked: ContextChoice, file: ModelFile, options: Mapping[str, Any]) -> ContextPlace | None:
+def _place(choice: ContextChoice, file: ModelFile, options: Mapping[str, Any]) -> ContextPlace | None:
     """Return where the context is to fit; None where its shape is not known: llama.cpp has the last word."""
     try:
         shape = model_shape(file)
@@ -134,25 +134,25 @@ def _place(asked: ContextChoice, file: ModelFile, options: Mapping[str, Any]) ->
     n_ubatch = min(options.get("n_ubatch", _N_BATCH), options.get("n_batch", _N_BATCH))
     return ContextPlace(
         shape=shape,
-        n_seq=asked.n_seq_max,
-        n_stream=1 if asked.kv_unified else asked.n_seq_max,
-        sliding=Sliding(full=options["swa_full"], n_windows=asked.n_windows, n_ubatch=n_ubatch),
+        n_seq=choice.n_seq_max,
+        n_stream=1 if choice.kv_unified else choice.n_seq_max,
+        sliding=Sliding(full=options["swa_full"], n_windows=choice.n_windows, n_ubatch=n_ubatch),
         on_cpu=not (options.get("n_gpu_layers") and options.get("offload_kqv", True)),
         gpus_write_all=gpu_kinds() == {"CUDA"},
-        weights=(0 if asked.shares_weights else file.size) + _size_of(options.get("lora_path")),
+        weights=(0 if choice.shares_weights else file.size) + _size_of(options.get("lora_path")),
         compute=lambda n_ctx: compute_bytes(file, n_ubatch, n_ctx),
-        beside=asked.beside,
+        beside=choice.beside,
         room=memory_room(),
     )
 
 
 def _fitted(
-    asked: ContextChoice, file: ModelFile, place: ContextPlace | None, options: Mapping[str, Any]
+    choice: ContextChoice, file: ModelFile, place: ContextPlace | None, options: Mapping[str, Any]
 ) -> ContextChoice:
     """Choose the context, the cache, and layers on a GPU that nothing was said of."""
     if place is None:
-        return replace(asked, n_ctx=default_n_ctx(file))
-    kv = asked.setting if asked.chosen else None
+        return replace(choice, n_ctx=default_n_ctx(file))
+    kv = choice.setting if choice.chosen else None
     free, layers = gpu_room(), options.get("n_gpu_layers")
     if free is None or layers == 0:
         found, layers = fit(place, kv), None
@@ -160,36 +160,38 @@ def _fitted(
         found = fit_with_gpu(place, kv, free, layers)
         layers = found.n_gpu_layers
     return replace(
-        asked,
+        choice,
         n_ctx=found.n_ctx,
         setting=found.kv,
         fit=found,
         n_gpu_layers=layers,
-        warnings=(*asked.warnings, *found.warnings),
+        warnings=(*choice.warnings, *found.warnings),
     )
 
 
-def _resolved(asked: ContextChoice, file: ModelFile, place: ContextPlace | None, n_ctx: int) -> ContextChoice:
+def _resolved(
+    choice: ContextChoice, file: ModelFile, place: ContextPlace | None, n_ctx: int
+) -> ContextChoice:
     """Settle a budget or a number of bits, and a window that is too wide for the context."""
-    setting = asked.setting
+    setting = choice.setting
     if not isinstance(setting, MixedKVConfig):
-        return asked
+        return choice
     if place is None:
         if not setting.is_resolved:
             model_shape(file)  # says what is not known
-        return asked
+        return choice
     if not n_ctx:
         if setting.budget:
             raise ValueError(f"kv={str(setting)!r}: the model names no context: give n_ctx with a budget")
-        return asked
+        return choice
     resolved = place.resolved(setting, n_ctx)
-    warnings = asked.warnings
-    if asked.chosen and setting.is_resolved and resolved != setting:
+    warnings = choice.warnings
+    if choice.chosen and setting.is_resolved and resolved != setting:
         warnings += (
             f"kv={str(setting)!r} would take more than an F16 cache of n_ctx={n_ctx}, or not fit: it is "
             f"{str(resolved)!r} here. A larger n_ctx has room for what was asked for",
         )
-    return replace(asked, setting=resolved, warnings=warnings)
+    return replace(choice, setting=resolved, warnings=warnings)
 
 
 def _choose_flash_attn(setting: KVSetting, flash_attn: bool | None) -> bool:

@@ -300,12 +300,12 @@ class GuardedLlama(_llama_cpp.SampledLlama):
         self.busy.check_open()
         raise StoppedError("the evaluation was stopped by Llama.interrupt") from error
 
-    def interrupt(self, wanted: bool = True) -> None:
+    def interrupt(self, requested: bool = True) -> None:
         """Stop the evaluation that runs, or else the next one: its call raises StoppedError. False takes that
         back. Any thread may call it, and so may the handler of a signal.
         """
         if self._interrupt is not None:
-            (self._interrupt.ask if wanted else self._interrupt.clear)()
+            (self._interrupt.ask if requested else self._interrupt.clear)()
 
     def lend(self, lent: bool) -> None:
         """Say whether an engine uses the context: all else that evaluates is then refused."""

@@ -40,7 +40,7 @@ from mixedkv.native.next_context import next_context
 from mixedkv.native.templates import readable
 from mixedkv.prompts import long_text
 from mixedkv.prompts.content_marks import ContentMarks, ContentTokens, may_have_marks, special_tokens
-from mixedkv.streaming.layer_choice import Asked
+from mixedkv.streaming.layer_choice import StreamLayers
 from mixedkv.streaming.streaming import Mode, Streaming
 from mixedkv.tokens import check_tokens
 
@@ -134,7 +134,7 @@ class Llama(GuardedLlama):
         type_k: int | None = None,
         type_v: int | None = None,
         embedding: bool = False,
-        stream_layers: Asked | None = None,
+        stream_layers: StreamLayers | None = None,
         memory: int | str | None = None,
         stream_mode: Mode = "direct",
         progress: Callable[[float], object] | None = None,
@@ -144,7 +144,7 @@ class Llama(GuardedLlama):
         **options: Unpack[LlamaOptions],
     ) -> None:
         check_names(options, Llama.__init__)
-        asked = LoadArguments(
+        requested = LoadArguments(
             kv=kv,
             n_seq_max=n_seq_max,
             kv_unified=kv_unified,
@@ -165,11 +165,11 @@ class Llama(GuardedLlama):
             options=cast("dict[str, Any]", options),
         )
         self._guard()
-        self._plan = plan = LoadPlan.of(asked, find_path(model_path))
+        self._plan = plan = LoadPlan.of(requested, find_path(model_path))
         for text in plan.warnings:
             warnings.warn(text, stacklevel=2)
         _check_weights(weights, plan)
-        self._model_stamp, self._n_asked = plan.stamp, 0
+        self._model_stamp, self._n_requested = plan.stamp, 0
         self._streaming = Streaming(plan.streaming) if plan.streaming is not None else None
         self._kv = KVCache(self, plan.setting, weakref.WeakMethod(self._check_evaluation), self.busy)
         self._loading: _core.Loading | None = _core.Loading(progress)
@@ -212,7 +212,7 @@ class Llama(GuardedLlama):
         return self._streaming
 
     @property
-    def n_ctx_asked(self) -> int:
+    def n_ctx_requested(self) -> int:
         """Tokens of the context as they were asked for, which llama.cpp rounds up; 0 if it was to choose."""
         return self._plan.n_ctx
 
@@ -224,7 +224,7 @@ class Llama(GuardedLlama):
     @property
     def evaluated(self) -> tuple[int, int]:
         """The number of tokens evaluated so far, and after the running `eval`; for another thread to show."""
-        return self.n_tokens, max(self.n_tokens, self._n_asked)
+        return self.n_tokens, max(self.n_tokens, self._n_requested)
 
     def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
         """Tokenize as the base class does, on a stack that is deep enough for the text.
@@ -281,7 +281,7 @@ class Llama(GuardedLlama):
             size = self.n_batch
             if self.draft_model is None or self._has_states:  # drafts need the logits of one llama_decode
                 size = min(size, llama_cpp.llama_n_ubatch(_llama_cpp.context(self)))
-            self._n_asked = self.n_tokens + len(tokens)
+            self._n_requested = self.n_tokens + len(tokens)
             for begin in range(0, max(1, len(tokens)), size):
                 part = tokens[begin : begin + size]
                 self.watch(len(part))

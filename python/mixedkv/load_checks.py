@@ -87,8 +87,10 @@ def reason_of(error: BaseException, llm: GuardedLlama, plan: LoadPlan, assertion
         problem = _unsupported(llm, plan, n_ctx) or _block_problem(plan.setting, file)
         if problem or "not supported" in reason:
             return UnsupportedModelError(problem or reason)
-        asked = f"n_ctx={n_ctx} and kv={str(plan.setting)!r}"
-        return ValueError(f"llama.cpp could not make a context of {asked}: {reason or 'its log says why'}")
+        requested = f"n_ctx={n_ctx} and kv={str(plan.setting)!r}"
+        return ValueError(
+            f"llama.cpp could not make a context of {requested}: {reason or 'its log says why'}"
+        )
     return error
 
 

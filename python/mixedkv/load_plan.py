@@ -20,7 +20,7 @@ from mixedkv.model.gguf_file import ModelFile, file_stamp, n_layers, n_mtp_layer
 from mixedkv.model.named_model import check_file, find_model, is_name
 from mixedkv.native.llama_arguments import check_numbers, check_sequences
 from mixedkv.prompts.content_marks import CONTENT_TOKENS, ContentTokens
-from mixedkv.streaming.layer_choice import Asked
+from mixedkv.streaming.layer_choice import StreamLayers
 from mixedkv.streaming.streaming import Mode, StreamingPlan, plan_streaming
 
 _BATCH = 512  # n_batch and n_ubatch of llama_cpp.Llama
@@ -50,7 +50,7 @@ class LoadArguments:
     type_k: int | None = None
     type_v: int | None = None
     embedding: bool = False
-    stream_layers: Asked | None = None
+    stream_layers: StreamLayers | None = None
     memory: int | str | None = None
     stream_mode: Mode = "direct"
     shares_weights: bool = False
@@ -126,7 +126,7 @@ class LoadPlan:
     warnings: tuple[str, ...]
 
     @classmethod
-    def of(cls, asked: LoadArguments, path: str) -> LoadPlan:
+    def of(cls, requested: LoadArguments, path: str) -> LoadPlan:
         """Plan what is loaded of a file.
 
         Raises:
@@ -135,18 +135,18 @@ class LoadPlan:
             ValueError: a setting does not fit the model, the context or the memory.
         """
         file, stamp = read_model_file(path), file_stamp(path)
-        options = _options(asked, file)
-        setting = choose_setting(asked.kv, asked.type_k, asked.type_v, asked.embedding)
-        choice = choose_context(asked.choice(setting), file, options, asked.embedding)
+        options = _options(requested, file)
+        setting = choose_setting(requested.kv, requested.type_k, requested.type_v, requested.embedding)
+        choice = choose_context(requested.choice(setting), file, options, requested.embedding)
         if choice.n_gpu_layers is not None:
             options["n_gpu_layers"] = choice.n_gpu_layers
-        if asked.load_mtp and not n_mtp_layers(file):
+        if requested.load_mtp and not n_mtp_layers(file):
             raise UnsupportedModelError(f"load_mtp: {file.path} has no MTP layers")
         choice.setting.check_layers(n_layers(file))
         n_ctx = int(choice.n_ctx)
         context = {**options, "n_ctx": n_ctx, "n_seq_max": choice.n_seq_max}
         streaming = plan_streaming(
-            file, choice.setting, asked.stream_layers, asked.memory, asked.stream_mode, context
+            file, choice.setting, requested.stream_layers, requested.memory, requested.stream_mode, context
         )
         if streaming is not None and streaming.n_batch:
             options |= {"n_batch": streaming.n_batch, "n_ubatch": streaming.n_batch}
@@ -160,14 +160,14 @@ class LoadPlan:
             n_ctx=n_ctx,
             n_seq_max=choice.n_seq_max,
             kv_unified=choice.kv_unified,
-            n_rs_seq=int(asked.n_rs_seq),
+            n_rs_seq=int(requested.n_rs_seq),
             n_windows=choice.n_windows,
-            load_mtp=bool(asked.load_mtp),
-            content_tokens=asked.content_tokens,
+            load_mtp=bool(requested.load_mtp),
+            content_tokens=requested.content_tokens,
             fit=choice.fit,
             streaming=streaming,
-            base=_base_arguments(choice, file, options, asked.embedding),
-            again={name: getattr(asked, name) for name in ("stream_layers", "memory", "stream_mode")},
+            base=_base_arguments(choice, file, options, requested.embedding),
+            again={name: getattr(requested, name) for name in ("stream_layers", "memory", "stream_mode")},
             warnings=choice.warnings,
         )
 
@@ -186,8 +186,8 @@ def find_path(given: str | os.PathLike[str]) -> str:
     return path
 
 
-def _options(asked: LoadArguments, file: ModelFile) -> dict[str, Any]:
-    options = {"verbose": False, **asked.options, "swa_full": bool(asked.options.get("swa_full"))}
+def _options(requested: LoadArguments, file: ModelFile) -> dict[str, Any]:
+    options = {"verbose": False, **requested.options, "swa_full": bool(requested.options.get("swa_full"))}
     if file.get("attention.causal", True) is False:  # llama.cpp ends the process where a batch is cut
         options["n_batch"] = min(options.get("n_batch", _BATCH), options.get("n_ubatch", _BATCH))
     return options

@@ -123,10 +123,10 @@ def _peer_settings(args: argparse.Namespace, settings: list[Setting]) -> tuple[S
         return ()
     if args.peer_kv is None:
         return tuple(setting for setting in settings if setting.is_peer)
-    asked = make_settings(args.peer_kv, args.flash_attn)
-    if unknown := [setting.spec for setting in asked if not setting.is_peer]:
+    requested = make_settings(args.peer_kv, args.flash_attn)
+    if unknown := [setting.spec for setting in requested if not setting.is_peer]:
         raise ValueError(f"--peer-kv {unknown[0]}: a peer knows uniform caches such as f16 and q8_0")
-    return tuple(asked)
+    return tuple(requested)
 
 
 def _shape(file: ModelFile) -> ModelShape:
@@ -139,19 +139,19 @@ def _shape(file: ModelFile) -> ModelShape:
         return ModelShape(file.architecture, name, n_layer, (), n_ctx, 0, ())
 
 
-def _depths(asked: tuple[int, ...] | None, n_new: int, trained: int) -> tuple[int, ...]:
+def _depths(requested: tuple[int, ...] | None, n_new: int, trained: int) -> tuple[int, ...]:
     """Return the depths. Each must leave room for the tokens measured there; default depths that do not are
     dropped.
     """
     longest = trained or max(_DEPTHS) + n_new
-    if asked is None:
+    if requested is None:
         return tuple(depth for depth in _DEPTHS if depth + n_new <= longest) or (0,)
-    if max(asked) + n_new > longest:
+    if max(requested) + n_new > longest:
         raise ValueError(
-            f"--depths {max(asked)} with {n_new} tokens after it is beyond the model's context of {longest} "
-            f"tokens: use at most {longest - n_new}"
+            f"--depths {max(requested)} with {n_new} tokens after it is beyond the model's context of "
+            f"{longest} tokens: use at most {longest - n_new}"
         )
-    return asked
+    return requested
 
 
 def _n_ctx(args: argparse.Namespace, trained: int) -> int:

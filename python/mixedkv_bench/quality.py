@@ -81,8 +81,10 @@ def read_documents(model: LoadedModel, options: Options) -> list[Document]:
         def count(text: str) -> int:
             return len(model.tokenize(text, special=True))
 
-        n_asked, chat = n + n // 16, options.is_bundled  # some more: parts may have fewer tokens together
-        texts = (sample_text.document(_SEED + i, n_asked, count, chat=chat) for i in range(options.repeats))
+        n_requested, chat = n + n // 16, options.is_bundled  # some more: parts may have fewer tokens together
+        texts = (
+            sample_text.document(_SEED + i, n_requested, count, chat=chat) for i in range(options.repeats)
+        )
         return [np.array(head + model.tokenize(text, special=True)[:n], np.int32) for text in texts]
     tokens = model.tokenize(options.text)
     if len(tokens) < n:

@@ -109,7 +109,7 @@ def measure(bench: Bench) -> None:
             bits = number(row.bits_per_element, ".2f")
             say(f"{row.name}: {bits} bits, same top {row.same_top1:.1%}, KLD mean {row.kld_mean:.1e}")
 
-    def tell(setting: Setting, prompt: float, generated: float) -> None:
+    def report(setting: Setting, prompt: float, generated: float) -> None:
         say(f"{setting.name}: about {prompt:.0f} prompt tok/s, {generated:.1f} text tok/s")
 
     def count(done: int, total: int) -> None:
@@ -121,7 +121,7 @@ def measure(bench: Bench) -> None:
     work.progress.add(sum(map(len, documents)))
     try:
         quality.measure_settings(work, documents, "batch", options.settings, note, count)
-        speed.measure(work, tell, until=began + _LATE * max(plan.seconds, 60.0))
+        speed.measure(work, report, until=began + _LATE * max(plan.seconds, 60.0))
     except KeyboardInterrupt:
         for row in _rows(found, options):
             bench.add(row)

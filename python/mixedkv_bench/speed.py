@@ -209,9 +209,9 @@ def _rates(
     def seconds(of: Contender) -> list[float]:
         return [getattr(times, part) for times in of.times]
 
-    def fastest(wanted: Callable[[Contender], bool], ours: bool = True) -> Contender | None:
+    def fastest(matches: Callable[[Contender], bool], ours: bool = True) -> Contender | None:
         candidates = [
-            each for each in contenders if (each.engine == "mixedkv") == ours and each.times and wanted(each)
+            each for each in contenders if (each.engine == "mixedkv") == ours and each.times and matches(each)
         ]
         return min(candidates, key=lambda each: float(np.median(seconds(each))), default=None)
 

@@ -239,7 +239,7 @@ def _summary(said: _Said, want: _Said) -> dict[str, Any]:
         return {}
     pairs = list(zip(said.items, want.items, strict=False))
     names = dict.fromkeys(mine[0].task for mine, _ in pairs if mine[0] is not None)
-    same = [_n_same(mine[1], wanted[1]) for mine, wanted in pairs if mine[0] is None]
+    same = [_n_same(mine[1], reference[1]) for mine, reference in pairs if mine[0] is None]
     return {
         "tasks": [_part(name, pairs) for name in names],
         "same_tokens": float(np.mean(same)),
@@ -248,16 +248,16 @@ def _summary(said: _Said, want: _Said) -> dict[str, Any]:
 
 
 def _part(task: str, pairs: Sequence[Any]) -> TaskPart:
-    chosen = [(mine, wanted) for mine, wanted in pairs if mine[0] is not None and mine[0].task == task]
-    n_reference = sum(wanted[2] for _, wanted in chosen)
-    n_kept = sum(mine[2] and wanted[2] for mine, wanted in chosen)
+    chosen = [(mine, reference) for mine, reference in pairs if mine[0] is not None and mine[0].task == task]
+    n_reference = sum(reference[2] for _, reference in chosen)
+    n_kept = sum(mine[2] and reference[2] for mine, reference in chosen)
     return TaskPart(
         task=task,
         n=len(chosen),
         correct=sum(mine[2] for mine, _ in chosen),
         n_kept=n_kept,
         n_reference=n_reference,
-        n_same=sum(mine[1] == wanted[1] for mine, wanted in chosen),
+        n_same=sum(mine[1] == reference[1] for mine, reference in chosen),
     )
 
 

@@ -83,7 +83,7 @@ class MixedKVModel(llm.Model):
     def execute(
         self, prompt: Any, stream: bool, response: Any, conversation: Any
     ) -> Iterator[str | llm.parts.StreamEvent]:
-        """Yield the answer's text in pieces, and calls of tools."""
+        """Yield the answer's text in chunks, and calls of tools."""
         options = prompt.options
         body = {
             name: value

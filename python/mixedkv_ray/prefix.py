@@ -37,14 +37,14 @@ def prefix_of(body: bytes, owner: str = "", session: str = "") -> Prefix:
         session: named beside the body.
     """
     try:
-        asked = json.loads(body) if body else {}
+        fields = json.loads(body) if body else {}
     except (ValueError, RecursionError):
-        asked = {}
-    if not isinstance(asked, dict):
-        asked = {}
-    texts = list(_texts(asked))
+        fields = {}
+    if not isinstance(fields, dict):
+        fields = {}
+    texts = list(_texts(fields))
     text = "\n".join(texts)
-    named = session or asked.get("session_id") or ""
+    named = session or fields.get("session_id") or ""
     blocks, ends = [], []
     name = hashlib.sha256(owner.encode()).digest()
     all_before = hashlib.sha256(name)
@@ -62,11 +62,11 @@ def _number(name: bytes) -> int:
     return int.from_bytes(name[:8], "big")
 
 
-def _texts(asked: dict[str, Any]) -> Iterator[str]:
+def _texts(fields: dict[str, Any]) -> Iterator[str]:
     """Yield the texts of a chat, a completion or a response, in the order in which templates write it."""
     for name in ("tools", "system", "instructions", "prompt", "input"):
-        if value := asked.get(name):
+        if value := fields.get(name):
             yield value if isinstance(value, str) else json.dumps(value)
-    messages = asked.get("messages")
+    messages = fields.get("messages")
     for message in messages if isinstance(messages, list) else []:
         yield json.dumps(message)

@@ -55,7 +55,7 @@ def make_app(server: ServerState) -> FastAPI:
     app.state.server, app.state.said = server, SaidOnce()
     app.state.metrics_text = SharedText(partial(metrics_text, server))
     include_endpoints(app)
-    dress(app, server.settings, server.keys, server.metrics.http)
+    add_middleware(app, server.settings, server.keys, server.metrics.http)
     return app
 
 
@@ -73,7 +73,7 @@ def all_routes() -> list[APIRoute]:
     return [route for route in routes if isinstance(route, APIRoute)]
 
 
-def dress(app: FastAPI, settings: ServerSettings, keys: Keys, count: Any) -> None:
+def add_middleware(app: FastAPI, settings: ServerSettings, keys: Keys, count: Any) -> None:
     """Add what stands around all endpoints: answers to errors, limits, keys, and who may call from where.
     `count` counts answers.
     """

@@ -153,7 +153,7 @@ def open_engines(
     beside = _beside(states[0].settings, models, file)
     for state, model in zip(states, models, strict=True):
         _open(state, model, file, states[0] if model.parent else None, stack, beside)
-        _tell(state)
+        _describe(state)
 
 
 def _open(
@@ -233,7 +233,7 @@ def speculation_of(settings: ServerSettings, drafts: bool) -> str:
     return settings.speculation or "off"
 
 
-def _tell(state: ServerState) -> None:
+def _describe(state: ServerState) -> None:
     """Describe a loaded model."""
     engine, embedder = state.engine, state.embedder
     words = engine.tokenizer

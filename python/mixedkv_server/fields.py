@@ -23,7 +23,7 @@ from typing_extensions import Self
 
 from mixedkv.ids import MAX_LENGTH, PATTERN
 from mixedkv.limits import INT32_MAX, RANGES, check_depth
-from mixedkv.sessions.records import few
+from mixedkv.sessions.records import check_n_fields
 
 IGNORED = "Accepted and ignored."  # beginning of the description of a field without effect
 MAX_SEED = 2**63 - 1
@@ -41,7 +41,7 @@ def _encodable(text: str) -> str:
     return text
 
 
-def few_messages(value: Any) -> Any:
+def check_n_messages(value: Any) -> Any:
     """Check the number of messages or items."""
     if isinstance(value, list) and len(value) > MAX_MESSAGES:
         raise ValueError(
@@ -52,10 +52,10 @@ def few_messages(value: Any) -> Any:
 
 _T = TypeVar("_T")
 Text = Annotated[str, AfterValidator(_encodable)]
-Few = BeforeValidator(lambda value: few(value, _MAX_ENTRIES))
-FewMessages = BeforeValidator(few_messages)
+LimitedFields = BeforeValidator(lambda value: check_n_fields(value, _MAX_ENTRIES))
+LimitedMessages = BeforeValidator(check_n_messages)
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-Whole = Annotated[int, Field(ge=0, le=INT32_MAX)]
+NonNegative = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Positive = Annotated[int, Field(ge=1, le=INT32_MAX)]
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
 Name = Annotated[Text, Field(max_length=256)]
@@ -66,9 +66,11 @@ StopText = Annotated[Text, Field(min_length=1, max_length=1000)]
 StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS, fail_fast=True)]
 Breaker = Annotated[Text, Field(min_length=1, max_length=40, pattern=r"^[^\x00]*$")]
 Breakers = Annotated[list[Breaker], Field(max_length=MAX_STOPS, fail_fast=True)]
-Tokens = Annotated[list[Whole], Field(min_length=1, fail_fast=True)]
+Tokens = Annotated[list[NonNegative], Field(min_length=1, fail_fast=True)]
 ToolList = Annotated[list[_T], Field(max_length=MAX_TOOLS, fail_fast=True)]
-MessageList = Annotated[list[_T], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), FewMessages]
+MessageList = Annotated[
+    list[_T], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True), LimitedMessages
+]
 
 
 def about(description: str) -> Any:
@@ -85,7 +87,7 @@ class Model(BaseModel):
     # hide_input: error messages never quote a prompt
     model_config = ConfigDict(extra="forbid", hide_input_in_errors=True, protected_namespaces=())
 
-    _few_fields = model_validator(mode="before")(few)
+    _check_n_fields = model_validator(mode="before")(check_n_fields)
 
 
 # Tags of the members of a union, so that only the one that a value may be reports an error. `place` takes

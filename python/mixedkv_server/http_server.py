@@ -140,7 +140,7 @@ class HTTPServer(uvicorn.Server):
                 connection.transport.abort()
 
 
-def _allow_connections(wanted: int, n_files: int = 1) -> int:
+def _allow_connections(requested: int, n_files: int = 1) -> int:
     """Raise the limit on open files, which often is 1024. Return how many connections leave enough for the
     store.
 
@@ -148,14 +148,14 @@ def _allow_connections(wanted: int, n_files: int = 1) -> int:
         n_files: files of a connection: a router has one to the model's process too.
     """
     if resource is None:
-        return wanted
+        return requested
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    need = wanted * n_files + _OWN_FILES
+    need = requested * n_files + _OWN_FILES
     if soft != resource.RLIM_INFINITY and soft < need:
         soft = need if hard == resource.RLIM_INFINITY else min(need, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY or soft >= need:
-        return wanted
+        return requested
     allowed = max(1, (soft - _OWN_FILES) // n_files)
     log.warning("max_connections is %d, since this process may open %d files only", allowed, soft)
     return allowed

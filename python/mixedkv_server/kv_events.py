@@ -222,12 +222,12 @@ class KVEvents:
     def _work(self) -> None:
         try:
             while self._publishers and not self._closing.wait(_SECONDS):
-                wanted = self._new_topics()
+                topics = self._new_topics()
                 for one in self._publishers:
-                    if one.topic.startswith(wanted):
+                    if one.topic.startswith(topics):
                         one.blocks.forget()
                         self._send(one, [AllBlocksCleared()])
-                    self._tell(one)
+                    self._publish_changes(one)
         except Exception:
             log.exception("KV events have stopped")
         finally:
@@ -242,7 +242,7 @@ class KVEvents:
                 found.append(message[1:])
         return tuple(found)
 
-    def _tell(self, one: _Publisher) -> None:
+    def _publish_changes(self, one: _Publisher) -> None:
         """Publish the changes. An engine that has ended holds nothing; the others continue."""
         with suppress(ClosedError):
             held = one.engine.call(lambda: one.blocks.look(one.engine.pool.held()))

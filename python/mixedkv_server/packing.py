@@ -1,5 +1,5 @@
-"""Packs answers as JSON, a piece at a time, off the event loop and in turns of tenants: encoding a large
-object in one call holds Python's lock. The next piece is made when the client has taken the one before, so
+"""Packs answers as JSON, a chunk at a time, off the event loop and in turns of tenants: encoding a large
+object in one call holds Python's lock. The next chunk is made when the client has taken the one before, so
 that an answer's size is no matter of memory.
 """
 
@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from mixedkv_server.pools import Pools
 
 Answer: TypeAlias = dict[str, Any] | list[Any]
-PIECE = 1 << 18  # bytes: a few milliseconds of work
+CHUNK = 1 << 18  # bytes: a few milliseconds of work
 _TOGETHER = 32  # items of a long list
 _TEXT = 1 << 16  # characters of a text that are encoded in one call
 _JSON = "application/json"
@@ -31,23 +31,23 @@ class Long:
         return iter(self._items)
 
 
-def _whole(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     """Return a `Long` as a list, for an encoder in one call."""
     if isinstance(value, Long):
         return list(value)
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-encode = json.JSONEncoder(separators=(",", ":"), default=_whole).encode
-encode_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_whole).encode
+encode = json.JSONEncoder(separators=(",", ":"), default=_as_list).encode
+encode_text = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_as_list).encode
 
 
-def json_pieces(value: Any) -> Iterator[str]:
-    """Yield the JSON text of a value in pieces, none of which takes long to make."""
+def json_chunks(value: Any) -> Iterator[str]:
+    """Yield the JSON text of a value in chunks, none of which takes long to make."""
     if isinstance(value, dict):
         for i, (key, item) in enumerate(value.items()):
             yield f"{',' if i else '{'}{encode(key)}:"
-            yield from json_pieces(item)
+            yield from json_chunks(item)
         yield "}" if value else "{}"
     elif isinstance(value, Long):
         items, comma = iter(value), "["
@@ -58,7 +58,7 @@ def json_pieces(value: Any) -> Iterator[str]:
     elif isinstance(value, list) and any(isinstance(item, dict | list | Long) for item in value):
         for i, item in enumerate(value):
             yield "," if i else "["
-            yield from json_pieces(item)
+            yield from json_chunks(item)
         yield "]"
     elif isinstance(value, str) and len(value) > _TEXT:
         yield '"'
@@ -69,8 +69,8 @@ def json_pieces(value: Any) -> Iterator[str]:
         yield encode(value)
 
 
-class _Pieces:
-    """The text of an answer in pieces of about `PIECE` bytes."""
+class _Chunks:
+    """The text of an answer in chunks of about `CHUNK` bytes."""
 
     def __init__(self, begin: Callable[[], Iterator[str]]) -> None:
         self._begin = begin
@@ -78,14 +78,14 @@ class _Pieces:
         self.done = False
 
     def take(self) -> bytes:
-        """Return the next piece."""
+        """Return the next chunk."""
         if self._rest is None:
             self._rest = self._begin()
         found, size = [], 0
-        for piece in self._rest:
-            found.append(piece)
-            size += len(piece)
-            if size >= PIECE:
+        for chunk in self._rest:
+            found.append(chunk)
+            size += len(chunk)
+            if size >= CHUNK:
                 break
         else:
             self.done = True
@@ -93,15 +93,15 @@ class _Pieces:
 
 
 async def packed(pools: Pools, tenant: str, begin: Callable[[], Iterator[str]]) -> Response:
-    """Answer with JSON in pieces, which `begin` returns. It is called off the event loop, and so are they."""
-    pieces = _Pieces(begin)
-    first = await pools.answers.run(tenant, pieces.take)
-    if pieces.done:
+    """Answer with JSON in chunks, which `begin` returns. It is called off the event loop, and so are they."""
+    chunks = _Chunks(begin)
+    first = await pools.answers.run(tenant, chunks.take)
+    if chunks.done:
         return Response(first, media_type=_JSON)
-    return StreamingResponse(_rest(pools, tenant, pieces, first), media_type=_JSON)
+    return StreamingResponse(_rest(pools, tenant, chunks, first), media_type=_JSON)
 
 
-async def _rest(pools: Pools, tenant: str, pieces: _Pieces, first: bytes) -> AsyncIterator[bytes]:
+async def _rest(pools: Pools, tenant: str, chunks: _Chunks, first: bytes) -> AsyncIterator[bytes]:
     yield first
-    while not pieces.done:
-        yield await pools.answers.run(tenant, pieces.take)
+    while not chunks.done:
+        yield await pools.answers.run(tenant, chunks.take)

@@ -155,7 +155,7 @@ class PendingRequest:
 _SOON = 0.05  # seconds, for which nobody asks whether the client is still there
 
 
-async def while_wanted(request: Request, work: Awaitable[_T]) -> _T:
+async def unless_disconnected(request: Request, work: Awaitable[_T]) -> _T:
     """Await work that often takes no time, unless it does and the client disconnects meanwhile.
 
     Raises:

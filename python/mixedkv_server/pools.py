@@ -20,7 +20,7 @@ class Pools:
     def __init__(self, limits: Limits = unlimited) -> None:
         self.prompts = FairPool(3, "mixedkv-prompt", limits, REST)  # templates, tokens, schemas
         self.large_prompts = FairPool(2, "mixedkv-large-prompt", limits, REST)
-        self.answers = FairPool(1, "mixedkv-answer", limits)  # large ones to encode, a piece at a time
+        self.answers = FairPool(1, "mixedkv-answer", limits)  # large ones to encode, a chunk at a time
 
     def __enter__(self) -> Pools:
         return self

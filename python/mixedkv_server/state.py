@@ -22,8 +22,8 @@ from mixedkv.store.results import MessageInfo
 from mixedkv_server.api_error import ApiError, bad_request, from_engine, no_key
 from mixedkv_server.http.middleware import DEADLINE, TENANT
 from mixedkv_server.models import Described
-from mixedkv_server.packing import json_pieces, packed
-from mixedkv_server.pending import Delivery, while_wanted
+from mixedkv_server.packing import json_chunks, packed
+from mixedkv_server.pending import Delivery, unless_disconnected
 from mixedkv_server.pools import LARGE, Pools
 from mixedkv_server.watchdog import Watchdog
 from mixedkv_service.keys import Keys, MetricsKey
@@ -293,7 +293,7 @@ async def read_prompt(
     pool = pools.large_prompts if large else pools.prompts
     try:
         with server.engine.room.preparing(owner):
-            return await while_wanted(request, pool.run(owner, function, server, *args))
+            return await unless_disconnected(request, pool.run(owner, function, server, *args))
     except QueueFullError as error:
         raise from_engine(error) from None
 
@@ -305,4 +305,4 @@ def time_left(request: Request) -> float:
 
 async def packed_answer(request: Request, server: ServerState, make: Callable[[], Any]) -> Response:
     """Answer with JSON that may be large."""
-    return await packed(server.pools, tenant(request), lambda: json_pieces(make()))
+    return await packed(server.pools, tenant(request), lambda: json_chunks(make()))

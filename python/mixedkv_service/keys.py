@@ -119,9 +119,9 @@ class Keys:
         """
         if not self._tenants:
             return ""
-        wanted, found = _sent(authorization, api_key), None
+        sent, found = _sent(authorization, api_key), None
         for digest, tenant in self._tenants:
-            if hmac.compare_digest(digest, wanted):
+            if hmac.compare_digest(digest, sent):
                 found = tenant
         return found
 

@@ -229,7 +229,7 @@ class Metrics(Observer):
         self.embedding_outcomes.labels(outcome).inc()
         self.embedding_seconds.observe(seconds)
 
-    def embedded_piece(self, n_tokens: int, ends: bool) -> None:
+    def embedded_span(self, n_tokens: int, ends: bool) -> None:
         self.embedding_tokens.inc(n_tokens)
         if ends:
             self.embedding_inputs.inc()

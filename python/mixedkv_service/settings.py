@@ -244,10 +244,10 @@ def _explain(error: dict[str, Any], origins: Mapping[str, str]) -> str:
     if not error["loc"]:  # an error of several options, whose message names them
         return str(cause)
     origin = origins[error["loc"][0]]
-    wanted = in_words(str(cause) or error["msg"], of_option=True)
+    expected = in_words(str(cause) or error["msg"], of_option=True)
     given = error["input"]
     value = ", ".join(map(str, given)) if isinstance(given, list | tuple) else repr(given)
     said = f"{error['loc'][0]}={value}"
-    if wanted.startswith(said):  # by who reads the value elsewhere too
-        return f"{origin}={value}{wanted.removeprefix(said)}"
-    return f"{origin}={value}: {wanted}"
+    if expected.startswith(said):  # by who reads the value elsewhere too
+        return f"{origin}={value}{expected.removeprefix(said)}"
+    return f"{origin}={value}: {expected}"

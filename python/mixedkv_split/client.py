@@ -235,7 +235,7 @@ class SplitSession:
         draft: int = 0,
         **sampling: Any,
     ) -> Iterator[str]:
-        """Answer a prompt, in pieces of text. What the prompt has in common with the session's tokens is not
+        """Answer a prompt, in chunks of text. What the prompt has in common with the session's tokens is not
         sent again.
 
         Args:
@@ -259,8 +259,8 @@ class SplitSession:
             tokens, max_tokens=max_tokens, sinks=sinks, window=window, draft=draft, **sampling
         )
         for token in answer:
-            if piece := text.feed(head.detokenizer[token]):
-                yield piece
+            if chunk := text.feed(head.detokenizer[token]):
+                yield chunk
             if text.stopped:
                 return
         if rest := text.finish():

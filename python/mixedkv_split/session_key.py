@@ -131,7 +131,7 @@ class SessionFile:
         return cls(key, tokens, n_kept)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the file for its owner only, in one piece.
+        """Write the file for its owner only, all of it or nothing.
 
         Raises:
             OSError: it cannot be written.

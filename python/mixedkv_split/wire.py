@@ -31,20 +31,20 @@ class Stub:
 
     def __init__(self, channel: Any) -> None:
         for method in _SERVICE.methods:
-            asked, answer = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+            request, answer = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
             call = getattr(channel, _kind(method))
             path = f"/{SERVICE_NAME}/{method.name}"
-            setattr(self, method.name, call(path, asked.SerializeToString, answer.FromString))
+            setattr(self, method.name, call(path, request.SerializeToString, answer.FromString))
 
 
 def add_service(service: Any, server: grpc.aio.Server) -> None:
     """Let a server answer the calls by the methods of `service` with their names."""
     handlers = {}
     for method in _SERVICE.methods:
-        asked, answer = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+        request, answer = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
         handle = getattr(grpc, f"{_kind(method)}_rpc_method_handler")
         handlers[method.name] = handle(
-            getattr(service, method.name), asked.FromString, answer.SerializeToString
+            getattr(service, method.name), request.FromString, answer.SerializeToString
         )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 

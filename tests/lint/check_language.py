@@ -11,8 +11,10 @@ Whether a sentence is understood, and how long it may be, is for readers to say.
 from __future__ import annotations
 
 import ast
+import io
 import re
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,10 +26,26 @@ OLD_WORDS = {  # and what is said now
     "follow_each_other": "is_contiguous",
     "lacking": "subtracted bias",
     "lone": "single sequence",
+    "piece": "chunk, part, span, or what it is",
+    "pieces": "chunks, parts, spans, or what they are",
     "relieve": "preempt",
+    "stitch": "assemble",
     "take_lost": "pop_unstartable",
 }
 """Words that are gone from code and pages. The decisions, which tell how things came to be, may have them."""
+OLD_NAMES = {  # and what they are now
+    "asked": "requested",
+    "dress": "add_middleware",
+    "few": "check_n_fields, or what is counted",
+    "gap": "dropped_tokens",
+    "tell": "what it does: warn, publish, report",
+    "wanted": "expected, requested or needed",
+    "worth": "benefit, rank or verdict",
+}
+"""Words that no name in Python has. In a sentence they may stand."""
+KEPT = re.compile(  # names of other programs, and what is stored
+    r"token_to_piece|with_pieces|\"piece\"|/piece/|file\.tell\(|few_shot|worth_of_use|worth_building_on"
+)
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -92,7 +110,18 @@ def bare_raises(text: str) -> list[str]:
 def old_words(text: str) -> list[tuple[int, str]]:
     """Return line and word of each use of a word that has been replaced."""
     lines = enumerate(text.splitlines(), 1)
-    return [(number, found) for number, line in lines for found in _OLD.findall(line)]
+    return [(number, found) for number, line in lines for found in _OLD.findall(KEPT.sub("", line))]
+
+
+def old_names(text: str) -> list[tuple[int, str]]:
+    """Return line and word of each name in Python that has a replaced word in it."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return [
+        (token.start[0], word)
+        for token in tokens
+        if token.type == tokenize.NAME and not KEPT.search(token.line)
+        for word in sorted(OLD_NAMES.keys() & token.string.lower().split("_"))
+    ]
 
 
 def main() -> list[str]:
@@ -105,10 +134,16 @@ def main() -> list[str]:
     pages = [Path("README.md"), Path("CONTRIBUTING.md"), *sorted(Path("docs").rglob("*.md"))]
     sources = [path for each in (*PACKAGES, "cpp") for path in sorted(Path(each).rglob("*.*"))]
     for path in pages + [path for path in sources if path.suffix in (".py", ".h", ".cpp")]:
-        if "decisions" not in path.parts:
+        if "decisions" in path.parts:
+            continue
+        text = path.read_text(encoding="utf-8")
+        problems += [
+            f"{path}:{line} says {word!r}: write {OLD_WORDS[word]!r}" for line, word in old_words(text)
+        ]
+        if path.suffix == ".py":
             problems += [
-                f"{path}:{line} says {word!r}: write {OLD_WORDS[word]!r}"
-                for line, word in old_words(path.read_text(encoding="utf-8"))
+                f"{path}:{line} has a name with {word!r}: write {OLD_NAMES[word]!r}"
+                for line, word in old_names(text)
             ]
     reference = Path("docs/reference/python.md").read_text(encoding="utf-8")
     return problems + [f"{name} is in the reference and has no docstring" for name in undocumented(reference)]

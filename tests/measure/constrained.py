@@ -62,10 +62,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--speculation", default="off")
     args = parser.parse_args()
-    wanted, shares = stepping.wanted, list[float]()
+    needed_logits, shares = stepping.needed_logits, list[float]()
 
     def some(step: StepPlan[Job]) -> Mask | None:
-        mask = wanted(step)
+        mask = needed_logits(step)
         shares.append(1.0 if mask is None else np.count_nonzero(mask) / len(mask))
         return mask
 
@@ -80,7 +80,7 @@ def main() -> None:
     with llm, Engine(llm, speculation=args.speculation) as engine:
 
         def answers(name: str, want: Any) -> tuple[float, list[str]]:
-            stepping.wanted = want
+            stepping.needed_logits = want
             made, seconds = [], 0.0
             for prompt in TEXTS:
                 answer = engine.submit(
@@ -94,7 +94,7 @@ def main() -> None:
             return seconds, made
 
         for name in PROPERTIES:
-            answers(name, wanted)
+            answers(name, needed_logits)
             ratios = []
             shares.clear()
             for _ in range(args.repeats):

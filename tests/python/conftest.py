@@ -86,8 +86,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Other files are not imported: the server's clients take seconds, in each process."""
-    wanted = config.getoption("tier")
-    if wanted and collection_path.match("test_*.py") and not may_have(collection_path.read_text(), wanted):
+    expected = config.getoption("tier")
+    if (
+        expected
+        and collection_path.match("test_*.py")
+        and not may_have(collection_path.read_text(), expected)
+    ):
         return True
     return None
 
@@ -100,9 +104,9 @@ def pytest_pycollect_makemodule(module_path: Path) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tiers = {item: tier(item) for item in items}  # each, also without the option: it may be undeclared
-    if wanted := config.getoption("tier"):
-        others = [item for item in items if tiers[item] != wanted]
-        items[:] = [item for item in items if tiers[item] == wanted]
+    if expected := config.getoption("tier"):
+        others = [item for item in items if tiers[item] != expected]
+        items[:] = [item for item in items if tiers[item] == expected]
         config.hook.pytest_deselected(items=others)
 
 

@@ -51,8 +51,8 @@ def main(kind: str, build: Path, destination: Path) -> None:
         command = shlex.split(entry["command"])
         at = command.index("-o")
         file = entry["file"]
-        wanted = any(part in file for part in OURS) or file.endswith(KERNELS + UPSTREAM + THREADS)
-        if not wanted:
+        expected = any(part in file for part in OURS) or file.endswith(KERNELS + UPSTREAM + THREADS)
+        if not expected:
             return build / command[at + 1]
         path = objects / f"{Path(file).name}.o"
         if path.exists() and path.stat().st_mtime > newest:

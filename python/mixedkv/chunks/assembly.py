@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.chunks.donors import Segment, covered
-from mixedkv.chunks.drift import Drift, corrected_layers, pieces
+from mixedkv.chunks.drift import Drift, corrected_layers, slices
 from mixedkv.chunks.gate import last_logits
-from mixedkv.chunks.repair import Mask, Method, at_seams, most, spread, worth
+from mixedkv.chunks.repair import Mask, Method, at_seams, benefit, most, spread
 from mixedkv.kv.block import KVBlock
 from mixedkv.llama import Llama
 from mixedkv.native import llama_cpp as _llama_cpp
@@ -25,7 +25,7 @@ Rows = Sequence[tuple[Segment, list[KVBlock]]]  # cold rows of each segment, at 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
 _T = TypeVar("_T")
-_Work: TypeAlias = Generator[None, None, _T]  # yields after each piece
+_Work: TypeAlias = Generator[None, None, _T]  # yields after each slice
 _QUESTION = 64  # most tokens at the end of the prompt that choose the others
 _DRAFT = 8  # tokens generated after it that choose, too, at most
 # Tokens of the prompt for each of these, which costs as much as some ten. More are drafted while they repeat
@@ -86,14 +86,14 @@ class Assembly:
         return next(self._steps, self) is not self
 
     def _run(self) -> _Work[None]:
-        kv, wanted = self._llm.kv, None
+        kv, deviation = self._llm.kv, None
         if self.method.repair == "cacheblend":
-            wanted = yield from self._deviation()
+            deviation = yield from self._deviation()
         for segment, blocks in self._rows:
             for block in blocks:
                 kv.load(block, self._seq, block.p0 - segment.at + segment.begin)
                 yield
-        chosen = yield from self._choose(wanted)
+        chosen = yield from self._choose(deviation)
         self.kept = self._reused & ~chosen
         begin = self.n_exact
         if self.method.repair == "query":
@@ -101,15 +101,15 @@ class Assembly:
         yield from self._replace(begin, len(self._tokens) - 1)
 
     def _correct(self, begin: int, chosen: Mask) -> _Work[int]:
-        """From `begin` on, evaluate the tokens that are not kept and correct the others, piece by piece, so
-        that the next tokens attend to corrected rows. The last piece of a passage is evaluated with the first
+        """From `begin` on, evaluate the tokens that are not kept and correct the others, slice by slice, so
+        that the next tokens attend to corrected rows. The last slice of a passage is evaluated with the first
         one of the next. Return the end of the last passage.
         """
         kv, seq, tokens = self._llm.kv, self._seq, self._tokens
         views, due = corrected_layers(kv), list[tuple[Drift, Segment, int, int]]()
         for i, segment in enumerate(self.segments):
             drift = Drift(kv, views, seq, segment.begin, segment.end, chosen[segment.begin : segment.end])
-            for low, high in pieces(len(segment)):
+            for low, high in slices(len(segment)):
                 due.append((drift, segment, low, high))
                 n = sum(p1 - p0 for *_, p0, p1 in due)
                 if high == len(segment) and i + 1 < len(self.segments) and n < _TOGETHER:
@@ -135,7 +135,7 @@ class Assembly:
         if method.repair == "query":
             looks = yield from self._attention()
             looks /= max(float(looks[self._reused].mean()), 1e-9)
-            scores = worth(looks, self.segments, method.overlap)
+            scores = benefit(looks, self.segments, method.overlap)
             return spread(scores, looks, self._reused, self._share)
         last = method.overlap if method.repair == "seam" else 0
         chosen = at_seams(self.segments, n, first=method.overlap, last=last)

@@ -46,10 +46,10 @@ class TextEnds:
     def _look(self, token: int) -> int:
         if llama_cpp.llama_vocab_is_control(self._vocab, token):
             return _MESSAGE if llama_cpp.llama_vocab_is_eog(self._vocab, token) else 0
-        piece = self._llm.detokenize([token])
-        if b"\n" in piece:
+        text = self._llm.detokenize([token])
+        if b"\n" in text:
             return _LINE
-        return _SENTENCE if piece.rstrip(b" \"')").endswith(_SENTENCE_ENDS) else 0
+        return _SENTENCE if text.rstrip(b" \"')").endswith(_SENTENCE_ENDS) else 0
 
 
 def slide(ends: npt.NDArray[np.int8], begin: int, end: int, window: int) -> tuple[int, int]:

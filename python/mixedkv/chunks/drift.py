@@ -37,23 +37,23 @@ _CONTENT = 1.0  # share of a change that rows of equal content have in common, w
 _NOISE = 1.0  # change of a row of its own, in the same unit: as much as it shares
 _SINKS = 8  # tokens at the beginning of a passage, which change differently
 _NOISE_OF_SINK = 5.0
-_FAR = 1024  # tokens before a piece whose changes are used for it
+_FAR = 1024  # tokens before a slice whose changes are used for it
 # In the first layer a row depends on token and position alone. Q4_0 keys, turned, are off by .11 in the
 # median; turned to the next position by .22, and rows of other tokens by .8 in K and 1.2 in V. Context
 # changes rows of other layers by their own size and more. Of those that are not corrected the first tokens of
 # a passage are looked at.
 _FIRST_K, _FIRST_V, _OTHER = 0.16, 0.6, 3.0
-_FIRST_PIECE, _GROWTH, _LOOKED_AT = 256, 4, 32
+_FIRST_SLICE, _GROWTH, _LOOKED_AT = 256, 4, 32
 _KEPT_AS_THEY_ARE = 1 / 2  # of the layers, the first ones: their rows carry little of the error
 _LEAST = 8  # fewest evaluated rows that allow a conclusion about a passage
 
 
-def pieces(n: int) -> list[tuple[int, int]]:
+def slices(n: int) -> list[tuple[int, int]]:
     """Return the parts [low, high) of a passage of n tokens, which are evaluated and corrected one after the
     other. They grow with the distance from the beginning, as changes fade, up to the number of F32 rows that
     may be in memory.
     """
-    edges, size = [0], _FIRST_PIECE
+    edges, size = [0], _FIRST_SLICE
     while edges[-1] + size + size // 2 < n:
         edges.append(edges[-1] + size)
         size = min(_GROWTH * size, 512)
@@ -95,11 +95,11 @@ class Drift:
 
     def correct(self, tokens: Tokens, low: int, high: int) -> None:
         """Correct each row of [low, high) that was not chosen, by the changes of the chosen rows up to
-        `high`. Call it for one piece after the other, each just after its evaluation.
+        `high`. Call it for one slice after the other, each just after its evaluation.
 
         Args:
             tokens: of the passage.
-            low, high: the piece.
+            low, high: the slice.
 
         Raises:
             LookupError: a row of the passage is missing.
@@ -245,8 +245,8 @@ class _Layer:
             to_rows: places of these chosen ones, and of the rows.
         """
         known = among.covariance(self._alike[np.ix_(near, near)])
-        wanted = to_rows.covariance(self._units[near] @ self._unit(rows).T)
-        weights = np.linalg.solve(known, wanted).T.astype(np.float32)
+        to_known = to_rows.covariance(self._units[near] @ self._unit(rows).T)
+        weights = np.linalg.solve(known, to_known).T.astype(np.float32)
         moved: Rows = weights @ self._change[near]
         return moved
 

@@ -85,7 +85,7 @@ def at_seams(segments: Sequence[Segment], n: int, *, first: int, last: int) -> M
     return mask
 
 
-def worth(looks: Floats, segments: Sequence[Segment], overlap: int) -> Floats:
+def benefit(looks: Floats, segments: Sequence[Segment], overlap: int) -> Floats:
     """Return the worth of evaluating each token, float32 [n]: how far its row is expected to be off, which
     falls with the distance from the beginning of its segment, times how much it is looked at. Tokens that the
     question passes over count like those it looks at on average: others look at them.
@@ -112,10 +112,10 @@ def spread(scores: Floats, looks: Floats, among: Mask, share: float) -> Mask:
     n = round(share * len(at))
     if not n:
         return mask
-    scale, worths = 1.0, scores[at].astype(np.float64)
+    scale, benefits = 1.0, scores[at].astype(np.float64)
     for _ in range(_ROUNDS):  # until what is worth more than a part counts as one
-        scale *= n / max(np.minimum(1, scale * worths).sum(), 1e-9)
-    shares = np.minimum(1, scale * worths)
+        scale *= n / max(np.minimum(1, scale * benefits).sum(), 1e-9)
+    shares = np.minimum(1, scale * benefits)
     part = np.floor(np.cumsum(shares) - shares / 2).clip(0, n - 1).astype(np.int64)
     order = np.lexsort((-looks[at], part))
     _, first = np.unique(part[order], return_index=True)

@@ -199,17 +199,17 @@ def _spread(rows: Floats, at: npt.NDArray[np.int64], n: int) -> Floats:
     return whole
 
 
-def _off(rows: Floats, wanted: Floats) -> Floats:
+def _off(rows: Floats, expected: Floats) -> Floats:
     """Return the error of each head as a share of its size, [n, heads]. A head that is nearly 0 counts as a
     hundredth of the row. What is not a number is infinitely far off.
     """
     with np.errstate(invalid="ignore", over="ignore"):
-        apart, energy = rows.astype(np.float64) - wanted, np.square(wanted, dtype=np.float64).sum(axis=2)
+        apart, energy = rows.astype(np.float64) - expected, np.square(expected, dtype=np.float64).sum(axis=2)
         energy = np.maximum(energy, np.maximum(1e-4 * energy.sum(axis=1, keepdims=True), 1e-18))
         return _finite(np.sqrt(np.square(apart).sum(axis=2) / energy))
 
 
-def _in_blocks(rows: Floats, wanted: Floats) -> Floats:
+def _in_blocks(rows: Floats, expected: Floats) -> Floats:
     """Return the error of each head along its blocks, of its worst element, and of the half of each block
     that is off least, [n, heads, 3]; the last is the least of all heads of a row. A block that is nearly 0
     counts as a tenth of the row.
@@ -217,7 +217,7 @@ def _in_blocks(rows: Floats, wanted: Floats) -> Floats:
     n, heads, size = rows.shape
     shape = (n, heads, -1, _BLOCK if size % _BLOCK == 0 else size)
     with np.errstate(invalid="ignore", over="ignore"):
-        wide = wanted.reshape(shape).astype(np.float64)
+        wide = expected.reshape(shape).astype(np.float64)
         apart = rows.reshape(shape).astype(np.float64) - wide
         least = np.maximum(0.01 * np.square(wide).mean(axis=(1, 2, 3), keepdims=True), 1e-18)[..., 0]
         energy = np.maximum(np.square(wide).mean(axis=3), least)

@@ -94,14 +94,14 @@ def chat(args: argparse.Namespace) -> None:
     folder = Path(args.history) if args.history is not None else None
     history = ChatHistory(folder, args.new, KeyCipher(key) if key is not None else None)
     if history.encrypted_now:
-        _tell("the messages were kept in plain text: they are encrypted now")
+        _print_note("the messages were kept in plain text: they are encrypted now")
     if not (args.chat_format or "tokenizer.chat_template" in read_model_file(path).metadata):
         raise ValueError(
             f"{path.name} is a base model, not tuned for chat. Make it continue a text with "
             "`mixedkv run`, or chat all the same with --chat-format chatml"
         )
     if args.model is None:
-        _tell(limits_of_the_model())
+        _print_note(limits_of_the_model())
     encoder = image_encoder(args, path)
     if encoder is None and any(message.get("images") for message in history.messages):
         raise ValueError("this chat has images: give the model's image encoder with --mmproj FILE")
@@ -134,7 +134,7 @@ def _talk(
     if sys.stdin.isatty() and sys.stderr.isatty():
         name = Path(llm.model_path).name
         what = str(llm.fitted or f"{llm.n_ctx():,} tokens, {args.kv or 'mixed'}")
-        _tell(f"{name}, {what}; /? lists commands, Ctrl-D ends")
+        _print_note(f"{name}, {what}; /? lists commands, Ctrl-D ends")
     took = ""
     read = images.read if images is not None else None
     commands = ChatCommands(llm, history, lambda: took, read, options)
@@ -144,7 +144,7 @@ def _talk(
         if (again := commands.again(text)) is not None:
             before, question = again
         elif (told := commands.run(text)) is not None:
-            _tell(told)
+            _print_note(told)
             continue
         else:
             before, question = history.messages, {"role": "user", "content": text, **commands.take_images()}
@@ -155,17 +155,17 @@ def _talk(
                 history.replace(before)
             history.add(question, result.message)
             took = _took(result, time.perf_counter() - begin)
-            _tell(("stopped; " if stopped else "") + took)
+            _print_note(("stopped; " if stopped else "") + took)
         else:
             kept = "the former answer stays" if again is not None else "the question is not kept"
-            _tell(f"stopped before the answer began: {kept}")
+            _print_note(f"stopped before the answer began: {kept}")
         if stopped and not sys.stdin.isatty():
             raise KeyboardInterrupt
 
 
 def _show(messages: list[dict[str, Any]], plain: bool) -> None:
     """Tell how long a continued chat is, and on a terminal show its end."""
-    _tell(f"{len(messages)} messages so far")
+    _print_note(f"{len(messages)} messages so far")
     if sys.stdin.isatty() and sys.stderr.isatty():
         for message in messages[-_SHOWN:]:
             if message["role"] == "user":
@@ -246,7 +246,7 @@ def _took(result: Generation, seconds: float) -> str:
     return f"{text}; {result.dropped} dropped" if result.dropped else text
 
 
-def _tell(text: str) -> None:
+def _print_note(text: str) -> None:
     """Print a message of the program, which is dim on a terminal."""
     text = text if "\n" in text else f"[{text}]"
     Console(file=sys.stderr).print(Text(text, "dim"), soft_wrap=True)

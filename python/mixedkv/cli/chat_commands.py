@@ -194,8 +194,8 @@ class ChatCommands:
         if found is None or found[2] or _ALSO.get(found[1], found[1]) != "regenerate":
             return None
         messages = self._history.messages
-        asked = [i for i, each in enumerate(messages) if each["role"] == "user"]
-        return (messages[: asked[-1]], messages[asked[-1]]) if asked else None
+        questions = [i for i, each in enumerate(messages) if each["role"] == "user"]
+        return (messages[: questions[-1]], messages[questions[-1]]) if questions else None
 
     def run(self, line: str) -> str | None:
         """Carry out a command and return its output; None if the line is a question."""
@@ -287,11 +287,11 @@ class ChatCommands:
 
     def _undo(self, _text: str) -> str:
         messages = self._history.messages
-        asked = [i for i, each in enumerate(messages) if each["role"] == "user"]
-        if not asked:
+        questions = [i for i, each in enumerate(messages) if each["role"] == "user"]
+        if not questions:
             return "there is no question to take back"
-        question = messages[asked[-1]]["content"]
-        self._history.replace(messages[: asked[-1]])
+        question = messages[questions[-1]]["content"]
+        self._history.replace(messages[: questions[-1]])
         return f"taken back: {_shortened(question)}"
 
 

@@ -42,7 +42,7 @@ def questions(former: Sequence[str]) -> Iterator[str]:
     session: PromptSession[str] = PromptSession(
         "> ", history=InMemoryHistory(former), key_bindings=_keys(), output=create_output(stdout=sys.stderr)
     )
-    asked, several = False, SeveralLines()
+    warned, several = False, SeveralLines()
     with _keys_wait():
         while True:
             try:
@@ -54,12 +54,12 @@ def questions(former: Sequence[str]) -> Iterator[str]:
                 if several.is_open:
                     several.drop()
                     continue
-                if asked:
+                if warned:
                     raise
-                asked = True
+                warned = True
                 print("Ctrl-C again ends the chat", file=sys.stderr)
                 continue
-            asked = False
+            warned = False
             if text:
                 print(_MARK_PASTES, end="", file=sys.stderr, flush=True)  # a prompt ends with it off
                 yield text
@@ -156,8 +156,8 @@ def show_markdown(text: str, file: TextIO, plain: bool) -> None:
         show(text)
 
 
-def _is_plain(console: Console, asked: bool) -> bool:
-    return asked or not console.is_terminal or console.is_dumb_terminal
+def _is_plain(console: Console, requested: bool) -> bool:
+    return requested or not console.is_terminal or console.is_dumb_terminal
 
 
 class MarkdownStream:

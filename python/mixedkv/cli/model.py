@@ -188,12 +188,12 @@ def open_model(path: Path, args: argparse.Namespace, encoder: Path | None = None
 
 
 @contextlib.contextmanager
-def quiet(wanted: bool) -> Iterator[None]:
-    """Silence llama.cpp's log while inside, if wanted. Errors reach the user as exceptions, a line each."""
-    if wanted:
+def quiet(enabled: bool) -> Iterator[None]:
+    """Silence llama.cpp's log while inside, if `enabled`. Errors reach the user as exceptions of a line."""
+    if enabled:
         _llama_cpp.silence_log()
     try:
         yield
     finally:
-        if wanted:
+        if enabled:
             _llama_cpp.show_log()

@@ -85,8 +85,8 @@ def run(args: argparse.Namespace) -> None:
         else:
             prompt = [{"role": "user", "content": text}] if is_chat else text
         clock = _Clock(llm)
-        for piece in clock.watch(with_prompt_bar(llm, _stream(llm, prompt, options))):
-            print(shown_on(sys.stdout, piece), end="", flush=True)
+        for chunk in clock.watch(with_prompt_bar(llm, _stream(llm, prompt, options))):
+            print(shown_on(sys.stdout, chunk), end="", flush=True)
         print(flush=True)
         print(_summary(clock, llm.kv.stats()), file=sys.stderr)
 
@@ -139,8 +139,8 @@ def _read_prompt(args: argparse.Namespace) -> str | None:
         ValueError: a model was named and nothing was given, or all that was given is empty.
         OSError: a file cannot be read.
     """
-    asked = args.text if args.prompt is None else args.prompt
-    texts = [] if asked is None else [asked]
+    prompt = args.text if args.prompt is None else args.prompt
+    texts = [] if prompt is None else [prompt]
     if args.file not in (None, "-"):
         texts.append(_decoded(Path(args.file).read_bytes(), args.file))
     if args.file == "-":

@@ -63,23 +63,23 @@ def ask(args: argparse.Namespace, method: str, path: str, body: Any = None) -> d
 
 
 def ask_list(
-    args: argparse.Namespace, path: str, name: str, wanted: Mapping[str, type]
+    args: argparse.Namespace, path: str, name: str, expected: Mapping[str, type]
 ) -> list[dict[str, Any]]:
     """Return a list of objects that a server answers.
 
     Args:
         name: of the list in the answer.
-        wanted: fields that each object must have, and their types.
+        expected: fields that each object must have, and their types.
 
     Raises:
         ValueError: as `ask`.
     """
     found = ask(args, "GET", path).get(name)
     if not isinstance(found, list) or not all(
-        isinstance(each, dict) and all(isinstance(each.get(field), kind) for field, kind in wanted.items())
+        isinstance(each, dict) and all(isinstance(each.get(field), kind) for field, kind in expected.items())
         for each in found
     ):
-        raise _stranger(args, f"{path} gives no {name} with {', '.join(wanted)}")
+        raise _stranger(args, f"{path} gives no {name} with {', '.join(expected)}")
     return found
 
 

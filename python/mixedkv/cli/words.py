@@ -19,7 +19,7 @@ from mixedkv.limits import INT32_MAX, RANGES
 from mixedkv.model.named_model import NAMES, PREFIX, is_hub_name
 from mixedkv.nearest_word import did_you_mean
 from mixedkv.sizes import GB, parse_duration, parse_size
-from mixedkv.streaming.layer_choice import Asked, parse_layers
+from mixedkv.streaming.layer_choice import StreamLayers, parse_layers
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -86,7 +86,7 @@ def between(low: float, high: float) -> Callable[[str], float]:
 temperature = between(*RANGES["temperature"])
 
 
-def layers(text: str) -> Asked:
+def layers(text: str) -> StreamLayers:
     """Parse the value of --stream-layers."""
     return _value(parse_layers, text)
 

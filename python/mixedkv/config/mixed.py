@@ -114,8 +114,8 @@ def normalise(setting: Any, *, mixed: bool) -> None:
         value, kind = getattr(setting, each.name), type(each.default)
         takes = int | float | str if each.name == "budget" else kind
         if not isinstance(value, takes) or (isinstance(value, bool) and kind is not bool):
-            wanted = "bytes, or text such as '2GiB'" if each.name == "budget" else _KINDS[kind]
-            raise TypeError(f"{each.name}={value!r}: use {wanted}")
+            expected = "bytes, or text such as '2GiB'" if each.name == "budget" else _KINDS[kind]
+            raise TypeError(f"{each.name}={value!r}: use {expected}")
     for name, value in _core.check_kv(mixed, options_of(setting)).items():
         object.__setattr__(setting, name, value)
 

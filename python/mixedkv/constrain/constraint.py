@@ -203,9 +203,11 @@ class ConstraintCompiler:
     """Compiles constraints for one vocabulary, on any thread. Takes a second to make for 150,000 tokens."""
 
     def __init__(self, vocab: Any) -> None:
-        pieces = Detokenizer(vocab)
-        tokens = [pieces[token] or _named(pieces.name(token)) for token in range(pieces.n_vocab)]
-        self._init(tokens, [token for token in range(pieces.n_vocab) if pieces.is_end(token)])
+        detokenizer = Detokenizer(vocab)
+        tokens = [
+            detokenizer[token] or _named(detokenizer.name(token)) for token in range(detokenizer.n_vocab)
+        ]
+        self._init(tokens, [token for token in range(detokenizer.n_vocab) if detokenizer.is_end(token)])
 
     @classmethod
     def of_tokens(cls, tokens: list[bytes], ends: list[int]) -> ConstraintCompiler:

@@ -406,7 +406,7 @@ class NumberLength:
         return self.n_digits >= self.most
 
     def read(self, text: bytes) -> None:
-        """Go on by a piece of the text."""
+        """Go on by some more of the text."""
         for byte in text:
             self._read(byte)
 

@@ -1,4 +1,4 @@
-"""The answer to a submitted prompt, read piece by piece while it is generated, or as a whole."""
+"""The answer to a submitted prompt, read chunk by chunk while it is generated, or as a whole."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class _Engine(Protocol):
 
 
 class Answer:
-    """An answer. Iterate over it (`for` or `async for`) for pieces of text; `text`, `result` and `await` give
+    """An answer. Iterate over it (`for` or `async for`) for chunks of text; `text`, `result` and `await` give
     all of it.
 
-    Leaving an iteration early cancels the answer. Each piece is yielded once, and stays part of `text`.
+    Leaving an iteration early cancels the answer. Each chunk is yielded once, and stays part of `text`.
 
     Attributes:
         job: the numbers: n_prompt, n_cached, n_answer, exact, t_first - t_submit.
@@ -36,7 +36,7 @@ class Answer:
     def __init__(self, engine: _Engine, job: Job, chat: RenderedChat | None = None) -> None:
         self.job = job
         self._engine, self._chat = engine, chat or RenderedChat(text="")
-        self._pieces: deque[str] = deque()  # nobody has taken
+        self._chunks: deque[str] = deque()  # nobody has taken
         self._taken: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._end: Done | Failed | None = None
@@ -71,21 +71,21 @@ class Answer:
         return reader.answer
 
     def parts(self) -> Iterator[Part]:
-        """Iterate over the answer to a `Chat` while it is generated: pieces of text, thoughts and calls.
+        """Iterate over the answer to a `Chat` while it is generated: chunks of text, thoughts and calls.
 
         Leaving the iteration early cancels the answer.
         """
         reader = self._chat.reader()
-        for piece in self:
-            yield from reader.feed(piece)
+        for chunk in self:
+            yield from reader.feed(chunk)
         yield from reader.feed("", last=True)
 
     async def aparts(self) -> AsyncIterator[Part]:
         """Iterate as `parts` does, in asyncio."""
         reader = self._chat.reader()
-        async with contextlib.aclosing(self.__aiter__()) as pieces:
-            async for piece in pieces:
-                for part in reader.feed(piece):
+        async with contextlib.aclosing(self.__aiter__()) as chunks:
+            async for chunk in chunks:
+                for part in reader.feed(chunk):
                     yield part
         for part in reader.feed("", last=True):
             yield part
@@ -108,31 +108,31 @@ class Answer:
     def __iter__(self) -> Iterator[str]:
         try:
             while True:
-                self._engine.drive(self._has_piece)
+                self._engine.drive(self._has_chunk)
                 with self._changed:
-                    self._changed.wait_for(self._has_piece)
-                    piece = self._next_piece()
-                if piece is None:
+                    self._changed.wait_for(self._has_chunk)
+                    chunk = self._next_chunk()
+                if chunk is None:
                     return
-                yield piece
+                yield chunk
         finally:
             self.cancel()
 
     async def __aiter__(self) -> AsyncGenerator[str, None]:
         try:
             while True:
-                await self._arrival(pieces=True)
+                await self._arrival(chunks=True)
                 with self._changed:
-                    piece = self._next_piece()
-                if piece is None:
+                    chunk = self._next_chunk()
+                if chunk is None:
                     return
-                yield piece
+                yield chunk
         finally:
             self.cancel()
 
     def __await__(self) -> Generator[None, None, Done]:
         try:
-            yield from self._arrival(pieces=False).__await__()
+            yield from self._arrival(chunks=False).__await__()
         finally:
             self.cancel()
         with self._changed:
@@ -148,7 +148,7 @@ class Answer:
                 self._end = event
             else:
                 if event.text:
-                    self._pieces.append(event.text)
+                    self._chunks.append(event.text)
                 self._logprobs += event.logprobs
                 if isinstance(event, Done):
                     self._end = event
@@ -163,12 +163,12 @@ class Answer:
 
     # --- who waits ---
 
-    async def _arrival(self, pieces: bool) -> None:
-        """Wait for a piece, or for the end."""
-        self._engine.drive(self._has_piece if pieces else self._has_ended)
+    async def _arrival(self, chunks: bool) -> None:
+        """Wait for a chunk, or for the end."""
+        self._engine.drive(self._has_chunk if chunks else self._has_ended)
         while True:
             with self._changed:
-                if self._end is not None or (pieces and self._pieces):
+                if self._end is not None or (chunks and self._chunks):
                     return
                 loop = asyncio.get_running_loop()
                 future = loop.create_future()
@@ -178,13 +178,13 @@ class Answer:
     def _has_ended(self) -> bool:
         return self._end is not None
 
-    def _has_piece(self) -> bool:
-        return self._end is not None or bool(self._pieces)
+    def _has_chunk(self) -> bool:
+        return self._end is not None or bool(self._chunks)
 
-    def _next_piece(self) -> str | None:
-        """Return the next piece of text, None at the end."""
-        if self._pieces:
-            self._taken.append(self._pieces.popleft())
+    def _next_chunk(self) -> str | None:
+        """Return the next chunk of text, None at the end."""
+        if self._chunks:
+            self._taken.append(self._chunks.popleft())
             return self._taken[-1]
         if isinstance(self._end, Failed):
             raise self._end.error
@@ -194,7 +194,7 @@ class Answer:
         if isinstance(self._end, Failed):
             raise self._end.error
         assert self._end is not None
-        text = "".join([*self._taken, *self._pieces])
+        text = "".join([*self._taken, *self._chunks])
         return Done(self._end.reason, text, tuple(self._logprobs))
 
 

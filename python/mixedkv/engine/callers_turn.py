@@ -33,7 +33,7 @@ _ABORTED = 2  # llama_decode's code: the evaluation was ended from outside
 def sequence_size(llm: Llama) -> int:
     """Return how many tokens sequence 0 can have."""
     n_ctx = llm.kv.stats().n_ctx
-    return min(n_ctx, llm.n_ctx_asked or n_ctx)
+    return min(n_ctx, llm.n_ctx_requested or n_ctx)
 
 
 class CallersTurn:

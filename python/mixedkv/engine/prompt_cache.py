@@ -330,8 +330,8 @@ class PromptCache:
         images: Sequence[Insert] = (),
         **options: Any,
     ) -> ChatStream:
-        """Answer as `chat` does, in pieces: iterate for chunks as `create_chat_completion(stream=True)`
-        yields them.
+        """Answer as `chat` does, while it is generated: iterate for chunks as
+        `create_chat_completion(stream=True)` yields them.
 
         The first chunk's delta has the `message_id`. After the last one `result` is there. Where the stream
         is closed before, what was computed up to then is kept.
@@ -396,12 +396,12 @@ class PromptCache:
     def _note_dropped(self, job: Job) -> None:
         """Warn when more tokens of a chat have left the context than before."""
         before, self._n_dropped = min(self._n_dropped, job.n_dropped), job.n_dropped
-        if job.gap is not None and job.n_dropped > before:
+        if job.dropped_tokens is not None and job.n_dropped > before:
             log.warning(
                 "the context of %d tokens is full: tokens %d to %d of the chat are dropped",
                 self.engine.n_ctx,
-                job.gap.begin + before,
-                job.gap.begin + job.n_dropped - 1,
+                job.dropped_tokens.begin + before,
+                job.dropped_tokens.begin + job.n_dropped - 1,
             )
 
     # --- the end ---

@@ -153,7 +153,7 @@ class Stepper:
         self._batch.set_runs(step.runs)
         if not step.runs:
             return step, 0
-        return step, self._batch.decode(self._llm.ctx, self._llm.kv, wanted(step))
+        return step, self._batch.decode(self._llm.ctx, self._llm.kv, needed_logits(step))
 
     def _undo(self, code: int) -> None:
         """End the answers of a step that llama_decode did not evaluate, with the error for its code."""
@@ -255,7 +255,7 @@ class Stepper:
         self._outbox.put(*((job, Failed(gone)) for job in self._scheduler.pop_unstartable()))
 
 
-def wanted(step: StepPlan[Job]) -> Mask | None:
+def needed_logits(step: StepPlan[Job]) -> Mask | None:
     """Return the tokens that the step's choices can fall on; None if all logits are read."""
     found: Mask | None = None
     for run in step.runs:
@@ -269,7 +269,7 @@ def wanted(step: StepPlan[Job]) -> Mask | None:
         thought = answer.thought
         if thought is not None and (thought.open or thought.may_begin >= 0 or run.drafts):
             return None
-        mask = answer.sampler.wanted(run.drafts)
+        mask = answer.sampler.possible_tokens(run.drafts)
         if mask is None:
             return None
         found = mask if found is None else found | mask
@@ -281,7 +281,7 @@ def make_room(job: Job, tokenizer: Tokenizer, scheduler: Scheduler[Job], n_ctx: 
     if not job.request.slides or len(job.tokens) < n_ctx:
         return
     starts = tokenizer.message_starts(job.all_tokens)
-    head = job.gap.begin if job.gap is not None else head_of(starts, n_ctx)
+    head = job.dropped_tokens.begin if job.dropped_tokens is not None else head_of(starts, n_ctx)
     scheduler.drop(job, head, cut(len(job.tokens), head, n_ctx, starts))
     scheduler.give_way(job)
 
@@ -307,7 +307,7 @@ def go_on(
             row = logits_row(context, index, detokenizer.n_vocab)
             answer.end_by(logprob_of(row, token, request.n_logprobs))
         return None, "stop"
-    text = piece(answer, token, detokenizer)
+    text = token_bytes(answer, token, detokenizer)
     delta = _add(job, token, text, context, index, detokenizer, thinks)
     if answer.text.stopped:
         return delta, "stop" if answer.text.stopped_by else "length"
@@ -330,7 +330,7 @@ def next_token(job: Job, context: Any, index: int, detokenizer: Detokenizer) -> 
         answer.sampler.accept(token)
     else:
         token = _choose(job, answer.sampler, context, index, detokenizer)
-    follow(answer, piece(answer, token, detokenizer))
+    follow(answer, token_bytes(answer, token, detokenizer))
     return token
 
 
@@ -367,7 +367,7 @@ def _breaks_off(answer: AnswerState, thought: Thought, token: int, detokenizer: 
     """Return whether the constrained part would be missing, or begin within this token."""
     if not thought.open:
         return False
-    return detokenizer.is_end(token) or thought.ends_within(piece(answer, token, detokenizer))
+    return detokenizer.is_end(token) or thought.ends_within(token_bytes(answer, token, detokenizer))
 
 
 def _add(
@@ -387,6 +387,6 @@ def _add(
     return answer.add(token, text, logprob)
 
 
-def piece(answer: AnswerState, token: int, detokenizer: Detokenizer) -> bytes:
+def token_bytes(answer: AnswerState, token: int, detokenizer: Detokenizer) -> bytes:
     """Return a token's text in this answer."""
     return detokenizer.name(token) if token in answer.shown else detokenizer[token]

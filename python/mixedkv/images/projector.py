@@ -115,7 +115,7 @@ class Projector:
         return PromptImage(tokens, tuple(parts))
 
     def _chunks(self, pixels: Pixels) -> Iterator[Any]:
-        """Yield what the library makes of an image: pieces of text and of the image."""
+        """Yield what the library makes of an image: texts and tiles of the image."""
         mtmd, (height, width, _) = self._mtmd, pixels.shape
         data = pixels.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
         bitmap = mtmd.mtmd_bitmap_init(width, height, data)

@@ -18,7 +18,7 @@ from mixedkv.tokens import Tokens
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageVectors:
-    """An image, or a piece of one, as a `PromptPart`. It is evaluated whole: its vectors may attend to each
+    """An image, or a tile of one, as a `PromptPart`. It is evaluated whole: its vectors may attend to each
     other.
 
     Args:

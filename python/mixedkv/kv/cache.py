@@ -517,7 +517,9 @@ class KVCache:
             )
 
     @exclusive
-    def close_gap(self, seq: int, begin: int, end: int, *, shared: npt.ArrayLike | None = None) -> None:
+    def remove_and_shift(
+        self, seq: int, begin: int, end: int, *, shared: npt.ArrayLike | None = None
+    ) -> None:
         """Drop positions [begin, end) of a sequence; the rows behind them move down, turned by RoPE.
 
         Args:
@@ -667,8 +669,8 @@ class KVCache:
     has_rows = _held("_states", SequenceStates.has_rows)
 
     short_from = _held("_window", LiveWindow.short_from)
-    rest = _held("_window", LiveWindow.rest)
-    wake = _held("_window", LiveWindow.wake)
+    release_hot_rows = _held("_window", LiveWindow.release_hot_rows)
+    hold_hot_rows = _held("_window", LiveWindow.hold_hot_rows)
     drop_window = _held("_window", LiveWindow.drop_window)
 
     def _known_tokens(self, seq: int, p0: int, p1: int) -> npt.NDArray[np.int32]:

@@ -118,13 +118,13 @@ def evaluate_again(kv: KVCache, seq: int, tokens: npt.NDArray[np.int32], spans: 
     return Again(before, read_rows(kv, seq, spans), moved, coarse, experts)
 
 
-def relative_errors(rows: Rows, wanted: Rows) -> Rows:
-    """Return how far each row is from the wanted one, as a share of that one's size, [n] by layer and tensor.
+def relative_errors(rows: Rows, expected: Rows) -> Rows:
+    """Return how far each row is from the expected one, relative to its size, [n] by layer and tensor.
 
     NaN counts as infinitely far.
     """
     errors = Rows()
-    for name, want in wanted.items():
+    for name, want in expected.items():
         if name in rows:
             with np.errstate(invalid="ignore", over="ignore"):
                 size = np.linalg.norm(want.astype(np.float64), axis=1)

@@ -128,19 +128,19 @@ class Evaluation:
         if found := self.take_not_finite():
             raise not_finite_at(min(found.values()))
 
-    def decode(self, batch: Any, wanted: npt.NDArray[np.uint32] | None = None) -> int:
+    def decode(self, batch: Any, needed_logits: npt.NDArray[np.uint32] | None = None) -> int:
         """Evaluate a llama_batch in sequences whose tokens the caller knows; return llama_decode's code.
 
         0: its rows count. NO_CELLS: nothing has changed. Any other: drop the batch's sequences, which may
         have rows of some of its micro-batches, and see `Llama.decode_error`.
 
         Args:
-            wanted: tokens whose logits are read, a bit each; others may be -inf. None for all.
+            needed_logits: tokens whose logits are read, a bit each; others may be -inf. None for all.
         """
         context = self._context.handle
-        if wanted is None:
+        if needed_logits is None:
             return decode(context, batch)
-        _core.want_logits(_llama_cpp.address(context), wanted)
+        _core.want_logits(_llama_cpp.address(context), needed_logits)
         try:
             return decode(context, batch)
         finally:

@@ -46,16 +46,20 @@ class LiveWindow:
         _core.set_window(self._context.address, *window)
         self.setting = after
 
-    def _check_room(self, wanted: MixedKVConfig) -> None:
+    def _check_room(self, requested: MixedKVConfig) -> None:
         """Raise MemoryError if the F16 rows of a wider window have no room in memory."""
         now, room = _core.stats(self._context.address), memory_room()
-        if room is None or not now["hot_slots"] or wanted.quantization_threshold <= now["threshold_capacity"]:
+        if (
+            room is None
+            or not now["hot_slots"]
+            or requested.quantization_threshold <= now["threshold_capacity"]
+        ):
             return
-        rows = min(wanted.quantization_threshold, now["n_ctx_seq"]) * now["n_stream"]
+        rows = min(requested.quantization_threshold, now["n_ctx_seq"]) * now["n_stream"]
         n_bytes = now["bytes_hot"] * rows // now["hot_slots"]  # beside those of now, until they have moved
         if n_bytes > room:
             raise MemoryError(
-                f"quantization_threshold={wanted.quantization_threshold} takes {format_bytes(n_bytes)} of "
+                f"quantization_threshold={requested.quantization_threshold} takes {format_bytes(n_bytes)} of "
                 f"F16 rows, and {format_bytes(room)} of memory are left: set a smaller window"
             )
 
@@ -69,7 +73,7 @@ class LiveWindow:
         return _core.short_from(self._context.address)
 
     @exclusive
-    def rest(self, seq: int = 0) -> None:
+    def release_hot_rows(self, seq: int = 0) -> None:
         """Allow F16 rows of an idle sequence to be evicted for others. A `checkpoint` that was taken before
         restores them.
         """
@@ -77,8 +81,8 @@ class LiveWindow:
             _core.rest(self._context.address, seq)
 
     @exclusive
-    def wake(self, seq: int = 0) -> None:
-        """Take back `rest`: the sequence goes on, though others may be evaluated before it."""
+    def hold_hot_rows(self, seq: int = 0) -> None:
+        """Take back `release_hot_rows`: the sequence goes on, though others may be evaluated before it."""
         if self.is_mixed:
             _core.wake(self._context.address, seq)
 

@@ -20,7 +20,7 @@ from mixedkv.model.gguf_file import ModelFile, Reader, other_parts, pad
 
 _SAMPLE = 1 << 12
 _WHOLE = 1 << 24
-_PIECE = 1 << 20
+_CHUNK = 1 << 20
 _GOLDEN = 0.6180339887498949  # multiples of it, modulo 1, spread evenly
 
 
@@ -78,8 +78,8 @@ def _of_file(key: FileKey, full_hash: bool) -> str:
     with open(key.path, "rb", buffering=1 << 18) as file:
         whole = full_hash or key.size <= _WHOLE
         for offset, size in [(0, key.size)] if whole else _samples(Path(key.path), file):
-            for begin in range(offset, offset + size, _PIECE):
-                digest.update(os.pread(file.fileno(), min(_PIECE, offset + size - begin), begin))
+            for begin in range(offset, offset + size, _CHUNK):
+                digest.update(os.pread(file.fileno(), min(_CHUNK, offset + size - begin), begin))
     return digest.hexdigest()
 
 
@@ -100,13 +100,13 @@ def _samples(path: Path, file: BinaryIO) -> Iterator[tuple[int, int]]:
 
 
 def sha256_of(path: Path) -> str:
-    """Return a file's SHA-256 in hexadecimal, reading a piece at a time.
+    """Return a file's SHA-256 in hexadecimal, reading a chunk at a time.
 
     Raises:
         OSError: it cannot be read.
     """
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            digest.update(piece)
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
     return digest.hexdigest()

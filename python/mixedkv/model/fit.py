@@ -14,7 +14,7 @@ from mixedkv.sizes import format_bytes
 
 _ENOUGH = 32_768  # tokens that are worth fewer layers on a GPU
 _USABLE = 4_096  # tokens: the default cache gets coarser rows only where it has no room for so many
-_WORTH = 1.25  # and where they make the context this much longer
+_LONGER = 1.25  # and where they make the context this much longer
 _LEAST = 512
 _SPARE = 8  # of what is free, one part is left alone
 
@@ -164,7 +164,7 @@ def fit(place: ContextPlace, kv: KVSetting | None) -> Fit:
     warnings = []
     if kv is None and n_ctx < place.usable and place.on_cpu and place.room is not None:
         longer = longest(place.usable, lambda n: _squeezed(place, n) is not None)
-        if longer >= _WORTH * n_ctx and (squeezed := _squeezed(place, longer)) is not None:
+        if longer >= _LONGER * n_ctx and (squeezed := _squeezed(place, longer)) is not None:
             warnings.append(_coarser(place, n_ctx, squeezed, longer))
             chosen, n_ctx = squeezed, longer
     if place.room is not None and place.others(_LEAST) > place.room:

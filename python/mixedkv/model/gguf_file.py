@@ -153,17 +153,17 @@ def _refuse(model: ModelFile, why: str) -> NoReturn:
 
 
 # of an architecture, which llama.cpp takes of a whole number's type only; of some one for each layer
-_WHOLE = (
+_INTEGERS = (
     "block_count", "context_length", "embedding_length", "vocab_size", "nextn_predict_layers",
     "pooling_type", "attention.key_length", "attention.value_length", "attention.key_length_swa",
     "attention.value_length_swa", "attention.key_length_mla", "attention.value_length_mla",
     "attention.shared_kv_layers", "attention.sliding_window", "full_attention_interval",
     "vision.image_size", "vision.patch_size", "vision.embedding_length", "vision.feed_forward_length",
 )  # fmt: skip
-_WHOLE_BY_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
+_INTEGERS_BY_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
 
 
-def _is_whole(value: Any) -> bool:
+def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -171,10 +171,10 @@ def _check_kinds(model: ModelFile) -> None:
     """Refuse values of another type than the one that is read: llama.cpp would, and what is computed before
     it loads the file would fail.
     """
-    for name in (*_WHOLE, *_WHOLE_BY_LAYER):
+    for name in (*_INTEGERS, *_INTEGERS_BY_LAYER):
         value = model.get(name)
-        listed = value if isinstance(value, list) and name in _WHOLE_BY_LAYER else [value]
-        if value is not None and not (listed and all(map(_is_whole, listed))):
+        listed = value if isinstance(value, list) and name in _INTEGERS_BY_LAYER else [value]
+        if value is not None and not (listed and all(map(_is_int, listed))):
             _refuse(model, f"its {name} is {value!r:.80}: it must be a whole number")
     if not isinstance(causal := model.get("attention.causal", True), bool):
         _refuse(model, f"its attention.causal is {causal!r:.80}: it must be true or false")

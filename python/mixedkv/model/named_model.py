@@ -74,7 +74,7 @@ def hub_model(name: str, *, refresh: bool = False) -> Path:
     return paths[0]
 
 
-def choose(files: Sequence[str], wanted: str, name: str, trouble: str = "") -> str:
+def choose(files: Sequence[str], requested: str, name: str, trouble: str = "") -> str:
     """Return the GGUF file of a repository that was meant; of a split model the first part.
 
     Args:
@@ -84,8 +84,8 @@ def choose(files: Sequence[str], wanted: str, name: str, trouble: str = "") -> s
         ValueError: there is none, or there are several.
     """
     models = [file for file in files if _is_model(file)]
-    found = _meant(models, wanted)
-    if not found and not wanted and len(models) == 1:
+    found = _meant(models, requested)
+    if not found and not requested and len(models) == 1:
         found = models
     if len(found) == 1:
         return found[0]
@@ -98,20 +98,20 @@ def choose(files: Sequence[str], wanted: str, name: str, trouble: str = "") -> s
     raise ValueError(f"model={name!r}: name one of its files as {base}:FILE: {shown}")
 
 
-def _meant(models: Sequence[str], wanted: str) -> list[str]:
-    if wanted.endswith(".gguf"):
-        return [file for file in models if wanted in (file, Path(file).name)]
-    tag = re.compile(rf"(^|[-._/]){re.escape(wanted or _DEFAULT)}([-._]|$)", re.IGNORECASE)
+def _meant(models: Sequence[str], requested: str) -> list[str]:
+    if requested.endswith(".gguf"):
+        return [file for file in models if requested in (file, Path(file).name)]
+    tag = re.compile(rf"(^|[-._/]){re.escape(requested or _DEFAULT)}([-._]|$)", re.IGNORECASE)
     return [file for file in models if tag.search(file.removesuffix(".gguf"))]
 
 
-def _kept(repo: str, wanted: str) -> Path | None:
+def _kept(repo: str, requested: str) -> Path | None:
     """Return the file in the cache, if one alone was meant."""
     before = f"{PREFIX}{repo}:"
     kept = {
         each.name.removeprefix(before): each.path for each in kept_models() if each.name.startswith(before)
     }
-    found = _meant(list(kept), wanted)
+    found = _meant(list(kept), requested)
     return kept[found[0]] if len(found) == 1 else None
 
 

@@ -84,7 +84,7 @@ def _spend(
     """Return the setting of least divergence that takes `budget` bytes at most.
 
     Args:
-        windows: F16 tokens of the recent window, ascending; the first one is what is wanted. It is halved
+        windows: F16 tokens of the recent window, ascending; the first one is the one to aim at. It is halved
             where not even the coarsest types fit with it, and grows when all rows have the finest.
         make: a setting of these types of layers and this window.
         size: bytes of a setting.

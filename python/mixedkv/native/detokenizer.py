@@ -24,17 +24,17 @@ class Detokenizer:
         self.n_vocab = int(llama_cpp.llama_vocab_n_tokens(vocab))
 
     def __getitem__(self, token: int) -> bytes:
-        piece = self._known.get(token)
-        if piece is None:
-            piece = self._known[token] = _llama_cpp.piece(self._vocab, token, special=False)
-        return piece
+        token_bytes = self._known.get(token)
+        if token_bytes is None:
+            token_bytes = self._known[token] = _llama_cpp.token_bytes(self._vocab, token, special=False)
+        return token_bytes
 
     def name(self, token: int) -> bytes:
         """Return a token's text with control tokens written out, as logprobs show them."""
-        piece = self._named.get(token)
-        if piece is None:
-            piece = self._named[token] = _llama_cpp.piece(self._vocab, token, special=True)
-        return piece
+        token_bytes = self._named.get(token)
+        if token_bytes is None:
+            token_bytes = self._named[token] = _llama_cpp.token_bytes(self._vocab, token, special=True)
+        return token_bytes
 
     def is_end(self, token: int) -> bool:
         """Return whether the model ends its answer with this token."""
@@ -93,9 +93,9 @@ class TextStream:
         """True if bytes of the last character are missing."""
         return bool(self._decoder.getstate()[0])
 
-    def feed(self, piece: bytes) -> str:
+    def feed(self, token_bytes: bytes) -> str:
         """Take a token's bytes and return what can be released now; sets `stopped` at a stop string."""
-        return self._take(self._decoder.decode(piece))
+        return self._take(self._decoder.decode(token_bytes))
 
     def finish(self) -> str:
         """Return the text that is still held when the answer ends without a stop string."""

@@ -15,7 +15,7 @@ from mixedkv.native.memory import memory_room
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _PAGE = 2 << 20
 _LEAST = 8 * _PAGE  # below, it is all over too soon
-_PIECE = 32 * _PAGE  # as much is held twice at once
+_CHUNK = 32 * _PAGE  # as much is held twice at once
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
 
@@ -23,7 +23,7 @@ def move_to_large_pages(weights: Iterable[tuple[int, int]]) -> int:
     """Move mapped weights, each an address and a number of bytes, and return the number of bytes moved.
 
     Nothing is moved where most of it lies in large pages already, where Linux makes none, or where twice as
-    much memory is not left. Others may read meanwhile: each piece is exchanged for its copy at once.
+    much memory is not left. Others may read meanwhile: each chunk is exchanged for its copy at once.
     """
     if not _SETTING.exists() or "[never]" in _SETTING.read_text():
         return 0
@@ -31,7 +31,7 @@ def move_to_large_pages(weights: Iterable[tuple[int, int]]) -> int:
     n_bytes, room = sum(end - begin for begin, end in areas), memory_room()
     if n_bytes < _LEAST or room is None or room < 2 * n_bytes or _mostly_large(areas):
         return 0
-    return sum(_move(at, min(at + _PIECE, end)) for begin, end in areas for at in range(begin, end, _PIECE))
+    return sum(_move(at, min(at + _CHUNK, end)) for begin, end in areas for at in range(begin, end, _CHUNK))
 
 
 def _areas(weights: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

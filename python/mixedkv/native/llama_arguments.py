@@ -98,7 +98,7 @@ def checked_kinds(given: Mapping[str, Any]) -> dict[str, Any]:
     options = dict(given)
     if options.get("max_tokens") is not None:
         options["max_tokens"] = check_int("max_tokens", options["max_tokens"])
-    for name, kind, wanted in (
+    for name, kind, expected in (
         ("suffix", str, "a text"),
         ("tools", list, "a list of tools"),
         ("response_format", Mapping, "a dictionary with a type"),
@@ -106,7 +106,7 @@ def checked_kinds(given: Mapping[str, Any]) -> dict[str, Any]:
         ("logits_processor", list, "LogitsProcessorList([...])"),
     ):
         if options.get(name) is not None and not isinstance(options[name], kind):
-            raise TypeError(f"{name}={options[name]!r:.80}: use {wanted}")
+            raise TypeError(f"{name}={options[name]!r:.80}: use {expected}")
     if not isinstance(options.get("stop"), str | None):
         options["stop"] = texts("stop", options["stop"])
     return options

@@ -276,7 +276,7 @@ class ModelTokenizer(LlamaTokenizer):
         """
         words = vocab(self)
         ids = check_tokens("tokens", tokens, llama_cpp.llama_vocab_n_tokens(words))
-        text = b"".join(piece(words, token, special) for token in ids)
+        text = b"".join(token_bytes(words, token, special) for token in ids)
         begins = bool(ids) and ids[0] == llama_cpp.llama_vocab_bos(words)
         return text.removeprefix(b" ") if begins else text  # the space of Llama 1
 
@@ -303,7 +303,7 @@ def special_tokens(vocab: Any) -> list[tuple[int, str, int]]:
     return found
 
 
-def piece(vocab: Any, token: int, special: bool) -> bytes:
+def token_bytes(vocab: Any, token: int, special: bool) -> bytes:
     """Return the bytes of a token; with `special` control tokens are written out."""
     size = 64
     while True:

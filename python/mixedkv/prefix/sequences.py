@@ -22,7 +22,7 @@ from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.checkpoint import Checkpoint, served
 from mixedkv.kv.rows import Validities
 from mixedkv.prefix.checkpoints import CheckpointLimits, thinned
-from mixedkv.prompts.overflow import Gap, LongPrompt
+from mixedkv.prompts.overflow import DroppedTokens, LongPrompt
 from mixedkv.tokens import Tokens, common_prefix
 
 
@@ -37,8 +37,8 @@ class Sequence:
         whole: it still holds what the token at its end reads.
         assembled: some of its rows were computed elsewhere: only who accepts that goes on from them.
         reuse_options: what the request asked of rows that were computed elsewhere; None for nothing.
-        gap: what of a longer prompt was left out; where it is `assembled` too, rows behind were moved down,
-            and nobody but the next turn goes on from them.
+        dropped_tokens: what of a longer prompt was left out; where it is `assembled` too, later rows were
+            shifted left, and nobody but the next turn goes on from them.
         shared: other sequences may have its rows at the positions below.
         session: whose prefix it then is, if it is a session's.
         n_prompt: how many of its tokens were the prompt that was answered last; 0 where none was.
@@ -56,7 +56,7 @@ class Sequence:
     whole: bool = True
     assembled: bool = False
     reuse_options: object | None = None
-    gap: Gap | None = None
+    dropped_tokens: DroppedTokens | None = None
     shared: int = 0
     session: str | None = None
     n_prompt: int = 0
@@ -119,7 +119,9 @@ class SequenceMemory(Protocol):
 
     def remove(self, seq: int = 0, p0: int = 0, p1: int = -1) -> None: ...
 
-    def close_gap(self, seq: int, begin: int, end: int, *, shared: npt.ArrayLike | None = None) -> None: ...
+    def remove_and_shift(
+        self, seq: int, begin: int, end: int, *, shared: npt.ArrayLike | None = None
+    ) -> None: ...
 
     def copy(self, source: int, target: int, p0: int = 0, p1: int = -1) -> None: ...
 
@@ -133,9 +135,9 @@ class SequenceMemory(Protocol):
 
     def validity(self, seq: int, tokens: npt.ArrayLike, p0: int = 0) -> Validities: ...
 
-    def rest(self, seq: int) -> None: ...
+    def release_hot_rows(self, seq: int) -> None: ...
 
-    def wake(self, seq: int) -> None: ...
+    def hold_hot_rows(self, seq: int) -> None: ...
 
     def drop_window(self, seq: int) -> None: ...
 
@@ -254,17 +256,18 @@ class SequencePool:
         for seq in self._all:
             if seq.tenant != tenant or not seq.tokens or (seq.assembled and not self._goes_on(seq)):
                 continue
-            gap, gone = seq.gap, seq.gap.n if seq.gap is not None else 0
-            if gap is not None and gap.begin != prompt.head:
+            part = seq.dropped_tokens
+            gone = part.n if part is not None else 0
+            if part is not None and part.begin != prompt.head:
                 continue
-            wanted, dropped = prompt.beginning(len(seq.tokens) + 1, gone), prompt.to_drop(gone)
+            beginning, dropped = prompt.beginning(len(seq.tokens) + 1, gone), prompt.to_drop(gone)
             more = dropped - gone  # still to be taken out of the sequence
-            n = min(seq.common(wanted), len(wanted) - 1) - more
+            n = min(seq.common(beginning), len(beginning) - 1) - more
             if n <= max(best.n, prompt.head + self._min_shared) or (more and not self.can_move):
                 continue
             if not self._has_rows(seq, n + more):
                 continue
-            if gap is None or gap.is_of(prompt.tokens):  # checked last, since it hashes the whole gap
+            if part is None or part.is_of(prompt.tokens):  # checked last, since it hashes all dropped tokens
                 exact = not more and self.is_exact(seq)
                 best, n_dropped = SequenceMatch(seq, n, exact, n, head=prompt.head, dropped=more), dropped
         return best, n_dropped
@@ -336,7 +339,7 @@ class SequencePool:
             seq = self._free(None)
         elif not match.dropped and (match.again or self._may_continue(source, match.n)):
             seq = self._cut(source, match)
-        elif match.dropped or (source.assembled and source.gap is not None):
+        elif match.dropped or (source.assembled and source.dropped_tokens is not None):
             seq = self._move(source, match)
         else:
             seq = self._copy(source, match)
@@ -347,10 +350,10 @@ class SequencePool:
         seq.whole, seq.windowless = True, False
         seq.assembled = source is not None and (source.assembled or match.dropped > 0)
         seq.reuse_options = source.reuse_options if source is not None and seq.assembled else None
-        seq.gap, seq.n_prompt = None, 0
+        seq.dropped_tokens, seq.n_prompt = None, 0
         if source is not None:  # a prefix that is shared counts as used, however old it is
             self.touch(source)
-            self._memory.wake(seq.id)  # its window is whole now, and others may be evaluated first
+            self._memory.hold_hot_rows(seq.id)  # its window is whole now, and others may be evaluated first
         self._free_windows(0, None)
         self.touch(seq)
         return seq
@@ -369,7 +372,7 @@ class SequencePool:
             seq.checkpoints = thinned([*seq.checkpoints, point], self.limits.per_sequence)
             self._make_room(seq)
         if not seq.running and (seq.saved or not exact):
-            self._memory.rest(seq.id)
+            self._memory.release_hot_rows(seq.id)
 
     def _free_windows(self, n_more: int, spare: Sequence | None) -> None:
         """Have layers with a sliding window let go of idle sequences but `spare`, until they have room for
@@ -440,7 +443,7 @@ class SequencePool:
         """Free a sequence's rows and its place."""
         self.clear(seq)
         seq.running = seq.keep = seq.paused = False
-        seq.session, seq.assembled, seq.gap = None, False, None
+        seq.session, seq.assembled, seq.dropped_tokens = None, False, None
 
     def clear(self, seq: Sequence) -> None:
         """Remove the rows of a sequence."""
@@ -453,13 +456,13 @@ class SequencePool:
         """Return how many rows from `end` on must be copied before they move, since others may share them."""
         return len(seq.tokens) - end if seq.shared > end else 0
 
-    def close_gap(self, seq: Sequence, begin: int, end: int) -> bool:
+    def remove_and_shift(self, seq: Sequence, begin: int, end: int) -> bool:
         """Drop tokens [begin, end) of a sequence, and move down the rows behind them; False when these are
         lost, since the memory cannot move them or has no room for copies of those that are shared.
         """
         rest = seq.tokens[end:] if self.n_copied(seq, end) else None
         try:
-            self._memory.close_gap(seq.id, begin, end, shared=rest)
+            self._memory.remove_and_shift(seq.id, begin, end, shared=rest)
             if not self._has_rows(seq, len(seq.tokens) - (end - begin)):
                 raise ValueError("layers with a sliding window have let go of rows that come near")
         except (ValueError, UnsupportedModelError) as error:
@@ -473,7 +476,7 @@ class SequencePool:
         seq.version += 1
         return True
 
-    def asked_again(self, match: SequenceMatch, n_prompt: int) -> bool:
+    def repeats_its_prompt(self, match: SequenceMatch, n_prompt: int) -> bool:
         """Return whether the idle source of a match answered this prompt, and can do so again in its
         place.
         """
@@ -506,7 +509,7 @@ class SequencePool:
 
     def _goes_on(self, seq: Sequence) -> bool:
         """Return whether the next turn may take moved rows: they are never shared."""
-        return seq.gap is not None and not (seq.running or seq.keep or seq.paused)
+        return seq.dropped_tokens is not None and not (seq.running or seq.keep or seq.paused)
 
     def _may_take(self, source: Sequence, match: SequenceMatch) -> bool:
         return source.assembled or self._may_continue(source, match.n + match.dropped)
@@ -514,7 +517,11 @@ class SequencePool:
     def _move(self, source: Sequence, match: SequenceMatch) -> Sequence | None:
         plain = replace(match, n=match.n + match.dropped, dropped=0)
         seq = self._cut(source, plain) if self._may_take(source, match) else self._copy(source, plain)
-        if seq is None or not match.dropped or self.close_gap(seq, match.head, match.head + match.dropped):
+        if (
+            seq is None
+            or not match.dropped
+            or self.remove_and_shift(seq, match.head, match.head + match.dropped)
+        ):
             return seq
         self.drop(seq)
         return None
@@ -586,7 +593,7 @@ def is_better(n: int, exact: bool, match: SequenceMatch, least: int = 0) -> bool
 
 def _is_chunks(seq: Sequence, accept: Reuse | None) -> bool:
     """Return whether an assembled sequence may be used."""
-    return accept == "chunks" and seq.gap is None
+    return accept == "chunks" and seq.dropped_tokens is None
 
 
 def _better(a: SequenceMatch, b: SequenceMatch) -> SequenceMatch:

@@ -5,7 +5,7 @@ end its turn and speak as the system. So before a chat is rendered, each charact
 by a mark, a code point that no Unicode text has. Where the rendered chat has marks, the text is a message's
 and is tokenized as text; the control tokens that are still readable are the template's own.
 
-Also marked is a piece of a control token where something else may complete it: at either end of a text, and
+Also marked is a part of a control token where something else may complete it: at either end of a text, and
 beside white space and the strings that the template names, since it may take those out ("<|im_/thinkend|>").
 """
 
@@ -309,10 +309,10 @@ class ContentMarks:
     def _reach(self, text: str, begin: int) -> tuple[str, int]:
         """Return the longest control token that begins there, "" for none, and how far one could go on."""
         token, end = "", begin
-        while end < len(text) and (piece := text[begin : end + 1]) in self._begins:
+        while end < len(text) and (part := text[begin : end + 1]) in self._begins:
             end += 1
-            if piece in self._tokens:
-                token = piece
+            if part in self._tokens:
+                token = part
         return token, end
 
     def _json(self, text: str, cuts: _Cuts, leave: frozenset[str]) -> str:

@@ -52,7 +52,7 @@ def cut(n: int, head: int, size: int, starts: Places = NOWHERE) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class DroppedTokens:
     """Tokens that have been left out of a longer sequence: `n` of them, from `begin` on.
 
     Args:
@@ -63,14 +63,14 @@ class Gap:
     n: int = 0
     hash: Any = field(default_factory=sha256)
 
-    def wider(self, tokens: Tokens) -> Gap:
-        """Widen the gap by the tokens after it."""
+    def wider(self, tokens: Tokens) -> DroppedTokens:
+        """Return the range widened by the tokens after it."""
         grown = self.hash.copy()
         grown.update(np.ascontiguousarray(tokens, np.int32).tobytes())
-        return Gap(self.begin, self.n + len(tokens), grown)
+        return DroppedTokens(self.begin, self.n + len(tokens), grown)
 
     def is_of(self, whole: Tokens) -> bool:
-        """Return whether `whole` has the same tokens in the gap."""
+        """Return whether `whole` has the same tokens in this range."""
         missing = np.ascontiguousarray(whole[self.begin : self.begin + self.n], np.int32)
         return bool(sha256(missing.tobytes()).digest() == self.hash.digest())
 
@@ -111,8 +111,8 @@ class LongPrompt:
         """Return at least the first `size` tokens of what is left without `n`, or all of it."""
         return without(self.tokens[: size + n], self.head, n)
 
-    def gap(self, n: int) -> Gap:
-        return Gap(self.head).wider(self.tokens[self.head : self.head + n])
+    def dropped_tokens(self, n: int) -> DroppedTokens:
+        return DroppedTokens(self.head).wider(self.tokens[self.head : self.head + n])
 
     def boundaries_without(self, n: int) -> list[int]:
         """Return where messages begin and end in what is left."""

@@ -26,7 +26,7 @@ Ttl = Annotated[int, Field(ge=1, le=MAX_TTL)]
 Text = Annotated[str, Field(max_length=MAX_CHARACTERS)]
 
 
-def few(value: Any, most: int = MAX_FIELDS) -> Any:
+def check_n_fields(value: Any, most: int = MAX_FIELDS) -> Any:
     """Refuse too many fields: each unknown one would give an error of its own, of a kilobyte."""
     if isinstance(value, dict) and len(value) > most:
         raise ValueError(f"it has {len(value)} fields, at most {most} are taken: leave some out")
@@ -37,7 +37,7 @@ class _Model(BaseModel):
     # hide_input: an error message never repeats a prompt
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, hide_input_in_errors=True)
 
-    _few_fields = model_validator(mode="before")(few)
+    _check_n_fields = model_validator(mode="before")(check_n_fields)
 
 
 class ContextMessage(_Model):

@@ -112,8 +112,8 @@ def _has_rows(identity: Identity, rows: Runs, n: int, served: bool) -> bool:
 
 def _has_f16_rows(identity: Identity, rows: Runs, hot: Runs, n: int) -> bool:
     """Return whether the rows that the query at n reads in F16 are there in F16."""
-    wanted = [part for begin, end in _hot_positions(identity, n) for part in _clip(rows, begin, end)]
-    return all(_covers(hot, begin, end) for begin, end in wanted)
+    needed = [part for begin, end in _hot_positions(identity, n) for part in _clip(rows, begin, end)]
+    return all(_covers(hot, begin, end) for begin, end in needed)
 
 
 def window_begin(identity: Identity, n: int) -> int:
@@ -191,15 +191,15 @@ def is_better(identity: Identity, block: KVBlock, rows: str) -> bool:
 
 def is_better_row(identity: Identity, p0: int, p1: int, rows: str, stored: str) -> bool:
     """Return whether the first of two entries of the same range has the better rows."""
-    worth = [_worth(identity, p0, p1, text) for text in (rows, stored)]
-    return worth[0] > worth[1]
+    ranks = [_rank(identity, p0, p1, text) for text in (rows, stored)]
+    return ranks[0] > ranks[1]
 
 
-def _worth(identity: Identity, p0: int, p1: int, rows: str) -> int:
+def _rank(identity: Identity, p0: int, p1: int, rows: str) -> int:
     try:
-        return _WORTH.index(verdict_of_end(identity, from_text(rows), p0, p1))
+        return _RANKS.index(verdict_of_end(identity, from_text(rows), p0, p1))
     except EntryError:
         return -1
 
 
-_WORTH = ("unusable", "inexact", "exact")
+_RANKS = ("unusable", "inexact", "exact")

@@ -243,13 +243,13 @@ def check_key_id(stored: set[str], given: str, folder: object) -> None:
 # --- files ---
 
 
-def encrypt(key: Any, pieces: Sequence[memoryview], context: bytes) -> Iterator[bytes]:
-    """Encrypt a file in pieces. `key` is used for this file only, which `context` names."""
-    size = sum(len(piece) for piece in pieces)
+def encrypt(key: Any, buffers: Sequence[memoryview], context: bytes) -> Iterator[bytes]:
+    """Encrypt a file in buffers. `key` is used for this file only, which `context` names."""
+    size = sum(len(buffer) for buffer in buffers)
     header = HEADER.pack(_MAGIC, VERSION, CHUNK, size)
     yield header
     n_chunks = _n_chunks(size)
-    for i, chunk in enumerate(_rechunk(pieces)):
+    for i, chunk in enumerate(_rechunk(buffers)):
         yield key.encrypt(_nonce(i), chunk, _associated(header, context, i, i == n_chunks - 1))
 
 
@@ -313,15 +313,15 @@ def _associated(header: bytes, context: bytes, i: int, last: bool) -> bytes:
     return header + struct.pack("<QB", i, last) + context
 
 
-def _rechunk(pieces: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
-    """Cut bytes into chunks, the last one shorter; without a copy where a chunk lies in one piece."""
+def _rechunk(buffers: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
+    """Cut bytes into chunks, the last one shorter; without a copy where a chunk lies in one buffer."""
     rest = bytearray()
     sent = False
-    for piece in pieces:
+    for buffer in buffers:
         at = 0
-        while at < len(piece):
-            take = min(CHUNK - len(rest), len(piece) - at)
-            part = piece[at : at + take]
+        while at < len(buffer):
+            take = min(CHUNK - len(rest), len(buffer) - at)
+            part = buffer[at : at + take]
             at += take
             if take == CHUNK:
                 yield part

@@ -42,7 +42,7 @@ from mixedkv.tokens import Tokens
 class _Kept:
     block: KVBlock
     n_bytes: int
-    worth: float  # of one use
+    value: float  # of one use
     uses: int
     priority: float
 
@@ -75,7 +75,7 @@ class RamTier:
             if kept is None:
                 return None
             kept.uses += 1
-            kept.priority = self._floor + kept.uses * kept.worth
+            kept.priority = self._floor + kept.uses * kept.value
             if self._eviction == "lru":
                 self._blocks.move_to_end(entry)
             return kept.block
@@ -89,8 +89,8 @@ class RamTier:
             self._drop(entry)
             while self.n_bytes + n_bytes > self.max_bytes:
                 self._evict()
-            worth = worth_of_use(block.p0, block.p0 + len(block), n_bytes)
-            self._blocks[entry] = _Kept(block, n_bytes, worth, uses=1, priority=self._floor + worth)
+            value = worth_of_use(block.p0, block.p0 + len(block), n_bytes)
+            self._blocks[entry] = _Kept(block, n_bytes, value, uses=1, priority=self._floor + value)
             self.n_bytes += n_bytes
 
     def remove(self, entry: str) -> None:
@@ -369,7 +369,7 @@ class Entries:
 
     def _make_room(self, size: int, kept: set[str]) -> bool:
         """Evict what a new entry needs; False if there is nothing to evict."""
-        self._full_disk.tell()
+        self._full_disk.warn_once()
         with self._lock:
             chosen: dict[str, int] = {}
             while sum(chosen.values()) < size:

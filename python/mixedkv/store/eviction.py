@@ -42,7 +42,7 @@ _ORDER = {
 }
 # GreedyDual-Size-Frequency (Cherkasova, HPL-98-69): uses times cost by size, plus what the last one that left
 # had.
-_WORTH = """
+_ADD_USES = """
 INSERT INTO worth SELECT id, :uses, :uses * worth_of_use(p0, p1, nbytes)
     + COALESCE((SELECT priority FROM aging), 0) FROM entries WHERE id = :entry
 ON CONFLICT (entry) DO UPDATE SET uses = uses + excluded.uses, priority =
@@ -100,7 +100,7 @@ def prepare(db: sqlite3.Connection) -> None:
 
 def note_uses(db: sqlite3.Connection, uses: Mapping[str, int]) -> None:
     """Count the uses of entries."""
-    db.executemany(_WORTH, [{"entry": entry, "uses": n} for entry, n in uses.items()])
+    db.executemany(_ADD_USES, [{"entry": entry, "uses": n} for entry, n in uses.items()])
 
 
 def note_evicted(db: sqlite3.Connection, entry: str) -> None:

@@ -99,7 +99,7 @@ class Identity:
     @property
     def sliding_window(self) -> int:
         """Number of tokens that sliding-window layers see; 0 if all layers see everything."""
-        return _whole(self.facts.get("sliding_window", 0))
+        return _positive_or_zero(self.facts.get("sliding_window", 0))
 
 
 def _check_files(llm: RowSource) -> None:
@@ -112,5 +112,5 @@ def _check_files(llm: RowSource) -> None:
         raise ValueError(f"a part of {path} was replaced after it was loaded; make the Llama again")
 
 
-def _whole(value: Any) -> int:
+def _positive_or_zero(value: Any) -> int:
     return value if isinstance(value, int) and value > 0 else 0

@@ -156,8 +156,8 @@ class Index:
         for begin in range(0, len(hashes), _VARIABLES):
             some = hashes[begin : begin + _VARIABLES]
             query = (
-                f"WITH wanted (hash) AS (VALUES {','.join(['(?)'] * len(some))}) SELECT hash FROM wanted "
-                "WHERE EXISTS (SELECT 1 FROM blocks WHERE blocks.hash = wanted.hash)"
+                f"WITH sought (hash) AS (VALUES {','.join(['(?)'] * len(some))}) SELECT hash FROM sought "
+                "WHERE EXISTS (SELECT 1 FROM blocks WHERE blocks.hash = sought.hash)"
             )
             found.update(row[0] for row in self._db.execute(query, some))
         return found

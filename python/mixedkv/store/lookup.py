@@ -164,10 +164,10 @@ class Search:
         served = rows[-1].served_before(n)
         for end in [n, served] if begins[-1] < served < n else [n]:
             ends = [*begins[1:], end]
-            worth = coverage.verdict(self._identity, list(zip(rows, begins, ends, strict=True)), end)
-            if worth == "exact" or (worth == "inexact" and not exact_only):
+            verdict = coverage.verdict(self._identity, list(zip(rows, begins, ends, strict=True)), end)
+            if verdict == "exact" or (verdict == "inexact" and not exact_only):
                 break
-            self.reason = "window" if worth == "unusable" else "inexact"
+            self.reason = "window" if verdict == "unusable" else "inexact"
         else:
             return None
         if not all(map(self._is_its_own, chain)):
@@ -177,10 +177,10 @@ class Search:
             for stored, end in zip(chain, ends, strict=True)
         )
         tokens = self._tokens[: ends[-1]]
-        return Match(identity=self._identity, tokens=tokens, links=links, exact=worth == "exact")
+        return Match(identity=self._identity, tokens=tokens, links=links, exact=verdict == "exact")
 
     def _chain(self, last: _Stored) -> list[_Stored] | None:
-        """Return an entry after all that it builds on, if the tokens before it are the wanted ones."""
+        """Return an entry after all that it builds on, if the tokens before it are the prompt's."""
         stored: _Stored | None = last
         chain: list[_Stored] = []
         while stored is not None:
@@ -197,7 +197,7 @@ class Search:
         return None
 
     def _is_its_own(self, stored: _Stored) -> bool:
-        """Return whether an entry was computed after the tokens that are wanted before it."""
+        """Return whether an entry was computed after the prompt's tokens before it."""
         row = stored.row
         if row.id not in self._own:
             content = content_hash(self._cipher, self._hashes, self._tokens[: row.p0], stored.tokens)
@@ -209,7 +209,7 @@ class Search:
         return self._own[row.id]
 
     def _agrees(self, stored: _Stored, end: int) -> bool:
-        """Return whether an entry's tokens up to `end` are the wanted ones."""
+        """Return whether an entry's tokens up to `end` are the prompt's."""
         key = stored.row.id, end
         if key not in self._agreed:
             p0 = stored.row.p0
@@ -273,7 +273,7 @@ def sequence_of(index: Index, cipher: Cipher, identity: Identity, entry: str | N
 
 
 def _better(best: Match | None, other: Match | None) -> Match | None:
-    """Return the better match: the longer one, then the exact one, then the one in fewer pieces."""
+    """Return the better match: the longer one, then the exact one, then the one of fewer entries."""
     if best is None or other is None:
         return best or other
 
@@ -284,7 +284,7 @@ def _better(best: Match | None, other: Match | None) -> Match | None:
 
 
 def check_block(block: KVBlock, link: Link, match: Match) -> None:
-    """Check that the file has the wanted tokens and rows of the identity's setting, which decides."""
+    """Check that the file has the expected tokens and rows of the identity's setting, which decides."""
     if (block.p0, block.p1) != (link.p0, link.p1):
         raise EntryError("tokens", f"its file has positions {block.p0} to {block.p1}")
     if not np.array_equal(block.tokens[: link.end - link.p0], match.tokens[link.p0 : link.end]):

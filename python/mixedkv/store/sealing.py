@@ -21,7 +21,7 @@ from mixedkv.store.tiers.disk import read_all
 def seal(
     cipher: Cipher, identity: Identity, block: KVBlock, content: bytes, parent: str | None, *, on_disk: bool
 ) -> tuple[EntryRow, Iterable[bytes | memoryview]]:
-    """Return the row of a new entry and the pieces of its file, which can be iterated more than once.
+    """Return the row of a new entry and the buffers of its file, which can be iterated more than once.
 
     Args:
         content: the entry's content hash.
@@ -64,16 +64,16 @@ class EntryFile:
 
     def __init__(self, cipher: Cipher, row: EntryRow, block: KVBlock) -> None:
         self._cipher, self._row = cipher, row
-        self._pieces = encode(block, identity=row.identity, entry=row.id)
-        plain = sum(map(len, self._pieces))
+        self._buffers = encode(block, identity=row.identity, entry=row.id)
+        plain = sum(map(len, self._buffers))
         self.nbytes = encrypted_size(plain) if row.key_id else plain
 
     def __iter__(self) -> Iterator[bytes | memoryview]:
         row = self._row
         if not row.key_id:
-            return iter(self._pieces)
+            return iter(self._buffers)
         key = self._cipher.open_key(row.key, key_context(row.identity, row.id))
-        return encrypt(key, self._pieces, file_context(row.identity, row.id))
+        return encrypt(key, self._buffers, file_context(row.identity, row.id))
 
 
 def unseal(cipher: Cipher, row: EntryRow, file: BinaryIO, size: int) -> KVBlock:

@@ -270,7 +270,7 @@ class KVStore:
                 refused.
         """
         begin = time.perf_counter()
-        wanted = as_tokens(tokens)[:max_tokens]
+        requested = as_tokens(tokens)[:max_tokens]
         check_sequence(llm, seq)
         check_tenant(tenant)
         try:
@@ -278,7 +278,7 @@ class KVStore:
         except (OSError, ValueError) as error:
             restored = self._missed(EntryError("identity", f"it cannot be computed: {error}"))
         else:
-            restored = self._restore(llm, wanted, seq, identity, exact_only)
+            restored = self._restore(llm, requested, seq, identity, exact_only)
         seconds = time.perf_counter() - begin
         if restored.hit:
             self._tally.add(n_restored=1, seconds_restoring=seconds)
@@ -396,30 +396,30 @@ class KVStore:
         """
         begin = time.perf_counter()
         check_sequence(llm, seq)
-        wanted = as_tokens(known_tokens(llm, seq) if tokens is None else tokens)
-        if not len(wanted):
+        requested = as_tokens(known_tokens(llm, seq) if tokens is None else tokens)
+        if not len(requested):
             raise ValueError("tokens is empty: give one token or more")
         if session is not None:
             check_session_id(session)
         identity = identity or Identity.of(llm, tenant=tenant)
-        wanted = wanted[: exact_tokens(llm, wanted, seq)]
+        requested = requested[: exact_tokens(llm, requested, seq)]
 
         def export(p0: int, p1: int) -> KVBlock:
-            return llm.kv.export(seq, p0, p1, wanted[p0:p1])
+            return llm.kv.export(seq, p0, p1, requested[p0:p1])
 
         saved, reason = NOTHING_SAVED, ""
         try:
-            if not len(wanted):
+            if not len(requested):
                 reason = _why_inexact(llm, seq, identity)
             else:
-                saved = self.keep(identity, wanted, export, session=session)
+                saved = self.keep(identity, requested, export, session=session)
                 reason = saved.reason
         except (ParentGoneError, SessionRemovedError, TooLargeError, OSError) as error:
             reason = str(error)
-        if reason and len(wanted):
-            _LOG.warning("%d tokens could not be stored: %s", len(wanted), reason)
+        if reason and len(requested):
+            _LOG.warning("%d tokens could not be stored: %s", len(requested), reason)
         seconds = time.perf_counter() - begin
-        return replace(saved, n_tokens=len(wanted), seconds=seconds, reason=reason)
+        return replace(saved, n_tokens=len(requested), seconds=seconds, reason=reason)
 
     def keep(
         self,
@@ -457,11 +457,11 @@ class KVStore:
             p1 = n if most is None or p0 + most > window else p0 + most
             if p0 <= begin or (block := export(p0, p1)) is None:  # removed meanwhile, or the budget is small
                 return replace(saved, n_tokens=p0)
-            worth = coverage.verdict_of_end(identity, coverage.of_block(block), p0, p1)
-            exact = worth == "exact" and block.n_exact == len(block)
+            verdict = coverage.verdict_of_end(identity, coverage.of_block(block), p0, p1)
+            exact = verdict == "exact" and block.n_exact == len(block)
             if p1 == n and whole is not None and not exact:
                 return replace(saved, entry=self._join(whole, session), n_tokens=n)
-            if p1 == n and worth == "unusable" and identity.recurrent:
+            if p1 == n and verdict == "unusable" and identity.recurrent:
                 return replace(saved, entry="", n_tokens=p0, reason=_NO_STATE)
             try:
                 entry, is_new = self._put(identity, block, parent, session)

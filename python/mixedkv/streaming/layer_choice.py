@@ -13,7 +13,7 @@ from mixedkv.model.gguf_file import ModelFile, n_layers
 from mixedkv.sizes import format_bytes
 
 RING_LAYERS = 3  # in memory at a time: one in use, one there, one on its way
-Asked = Literal["auto", "all", "ffn"] | int | Mapping[str, int]
+StreamLayers = Literal["auto", "all", "ffn"] | int | Mapping[str, int]
 
 _MATRIX = re.compile(r"blk\.(\d+)\.(.+)\.weight")
 
@@ -69,7 +69,7 @@ class LayerSizes:
         return self.rest + sum(self.layers) - sum(read) + ring
 
 
-def choose_layers(sizes: LayerSizes, asked: Asked, room: int) -> list[int]:
+def choose_layers(sizes: LayerSizes, requested: StreamLayers, room: int) -> list[int]:
     """Return the layers to stream, ascending.
 
     Args:
@@ -82,12 +82,12 @@ def choose_layers(sizes: LayerSizes, asked: Asked, room: int) -> list[int]:
         ValueError: what was asked is no such thing, or does not fit into `room`.
     """
     n_layer = len(sizes.layers)
-    if asked == "auto":
+    if requested == "auto":
         for n in range(n_layer + 1):
             if sizes.in_memory(streamed := _spread(n, n_layer)) <= room:
                 return streamed
     else:
-        streamed = _named(asked, n_layer)
+        streamed = _named(requested, n_layer)
     if (needed := sizes.in_memory(streamed)) > room:
         what = f"the weights that stay in memory, and {RING_LAYERS} layers of those that do not,"
         raise ValueError(no_room(what, needed, room))
@@ -103,14 +103,14 @@ def no_room(what: str, needed: int, room: int) -> str:
     )
 
 
-def parse_layers(text: str) -> Asked:
+def parse_layers(text: str) -> StreamLayers:
     """Parse "auto", "all", "ffn", "12" or "keep_first=8,keep_last=2", as `Llama` takes it.
 
     Raises:
         ValueError: it is none of these.
     """
     if text in ("auto", "all", "ffn"):
-        return cast(Asked, text)
+        return cast(StreamLayers, text)
     if text.isascii() and text.isdigit():
         return int(text)
     pairs = dict(re.findall(r"(keep_first|keep_last)=(\d{1,6})", text))
@@ -121,18 +121,18 @@ def parse_layers(text: str) -> Asked:
     )
 
 
-def _named(asked: int | str | Mapping[str, int], n_layer: int) -> list[int]:
-    if asked in ("all", "ffn"):
+def _named(requested: int | str | Mapping[str, int], n_layer: int) -> list[int]:
+    if requested in ("all", "ffn"):
         return list(range(n_layer))
-    if isinstance(asked, int) and not isinstance(asked, bool) and 0 <= asked <= n_layer:
-        return _spread(asked, n_layer)
-    if isinstance(asked, Mapping) and asked.keys() <= {"keep_first", "keep_last"}:
-        first, last = asked.get("keep_first", 0), asked.get("keep_last", 0)
+    if isinstance(requested, int) and not isinstance(requested, bool) and 0 <= requested <= n_layer:
+        return _spread(requested, n_layer)
+    if isinstance(requested, Mapping) and requested.keys() <= {"keep_first", "keep_last"}:
+        first, last = requested.get("keep_first", 0), requested.get("keep_last", 0)
         if all(isinstance(n, int) and n >= 0 for n in (first, last)) and first + last <= n_layer:
             return list(range(first, n_layer - last))
     raise ValueError(
-        f"stream_layers={asked!r}: use 'auto', 'all', 'ffn', a number up to the model's {n_layer} layers, or "
-        f"{{'keep_first': 8, 'keep_last': 2}} with as many at most"
+        f"stream_layers={requested!r}: use 'auto', 'all', 'ffn', a number up to the model's {n_layer} "
+        f"layers, or {{'keep_first': 8, 'keep_last': 2}} with as many at most"
     )
 
 

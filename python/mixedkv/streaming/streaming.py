@@ -18,7 +18,7 @@ from mixedkv.model.gguf_file import ModelFile, n_layers
 from mixedkv.native import llama_cpp as _llama_cpp
 from mixedkv.native.memory import memory_room, own_memory
 from mixedkv.sizes import size_of
-from mixedkv.streaming.layer_choice import RING_LAYERS, Asked, LayerSizes, choose_layers, no_room
+from mixedkv.streaming.layer_choice import RING_LAYERS, LayerSizes, StreamLayers, choose_layers, no_room
 
 Mode = Literal["direct", "prefetch", "mmap", "resident"]
 
@@ -170,7 +170,7 @@ class Streaming:
 def plan_streaming(
     file: ModelFile,
     setting: KVSetting,
-    asked: Asked | None,
+    requested: StreamLayers | None,
     memory: int | str | None,
     mode: Mode,
     context: Mapping[str, Any],
@@ -181,7 +181,7 @@ def plan_streaming(
         ValueError: what was asked does not fit, or does not go together.
         UnsupportedModelError: the model's layers cannot be streamed.
     """
-    if asked is None and memory is None and mode == "direct":
+    if requested is None and memory is None and mode == "direct":
         return None
     if mode not in get_args(Mode):
         raise ValueError(f"stream_mode={mode!r}: use one of {', '.join(get_args(Mode))}")
@@ -191,7 +191,7 @@ def plan_streaming(
         raise ValueError("vocab_only loads no layers: leave stream_layers and memory out")
     if mode in ("mmap", "resident"):
         return StreamingPlan(file=file, mode=mode)
-    sizes = LayerSizes.of(file, "ffn_" if asked == "ffn" else "")
+    sizes = LayerSizes.of(file, "ffn_" if requested == "ffn" else "")
     room = _room(memory)
     n_ctx = context["n_ctx"] or int(file.get("context_length", 0))
     given = "n_batch" in context or "n_ubatch" in context
@@ -200,9 +200,9 @@ def plan_streaming(
     sliding = Sliding(full=bool(context.get("swa_full")), n_ubatch=n_ubatch)
     taken = context_bytes(file, setting, n_ctx, context["n_seq_max"], sliding) + _SLACK
     if sizes.routed:
-        plan = _beside_experts(file, sizes, asked, room - taken)
+        plan = _beside_experts(file, sizes, requested, room - taken)
     else:
-        layers = choose_layers(sizes, "auto" if asked is None else asked, room - taken)
+        layers = choose_layers(sizes, "auto" if requested is None else requested, room - taken)
         pattern = sizes.pattern(layers) if layers else ""
         mode = mode if layers else "resident"
         plan = StreamingPlan(file=file, mode=mode, layers=tuple(layers), pattern=pattern)
@@ -215,13 +215,15 @@ def _batch_within(file: ModelFile, room: int, n_ctx: int) -> int:
     return min(n, n_ctx or n)
 
 
-def _beside_experts(file: ModelFile, sizes: LayerSizes, asked: Asked | None, room: int) -> StreamingPlan:
+def _beside_experts(
+    file: ModelFile, sizes: LayerSizes, requested: StreamLayers | None, room: int
+) -> StreamingPlan:
     """Plan the streaming of a model with routed experts: what a token always needs stays; experts are mapped,
     and read as they are chosen, unless all fit.
     """
-    if asked not in (None, "auto"):
+    if requested not in (None, "auto"):
         raise UnsupportedModelError(
-            f"stream_layers={asked!r}: {file.path} has routed experts. A token needs few of them, but a "
+            f"stream_layers={requested!r}: {file.path} has routed experts. A token needs few of them, but a "
             f"streamed layer is read whole. Use 'auto', which reads only the experts that are chosen"
         )
     kept = sizes.rest + sum(sizes.layers)
@@ -235,8 +237,8 @@ def _beside_experts(file: ModelFile, sizes: LayerSizes, asked: Asked | None, roo
 def _room(memory: int | str | None) -> int:
     left = memory_room()
     if memory is not None:
-        asked = size_of("memory", memory) - own_memory()
-        return asked if left is None else min(asked, left)
+        limit = size_of("memory", memory) - own_memory()
+        return limit if left is None else min(limit, left)
     if left is None:
         raise ValueError("memory is missing: this system does not say what is left, give e.g. memory='6GiB'")
     return left

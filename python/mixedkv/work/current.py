@@ -1,4 +1,4 @@
-"""The piece of work that a thread is at: whose it is, and whether anybody still waits for it."""
+"""The work that a thread is doing: whose it is, and whether anybody still waits for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class GivenUpError(Exception):
 
 
 class Work:
-    """A piece of work of a tenant, which may be given up by another thread.
+    """Work for a tenant, which another thread may cancel.
 
     Args:
         tenant: whose turns it takes.
@@ -33,10 +33,10 @@ class Work:
                 end()
 
     def check(self) -> None:
-        """Look whether the work is still wanted.
+        """Check whether anybody still waits for the work.
 
         Raises:
-            GivenUpError: it is not.
+            GivenUpError: nobody does.
         """
         if self._given_up:
             raise GivenUpError
@@ -68,7 +68,7 @@ def current() -> Work:
 
 @contextmanager
 def at(work: Work) -> Iterator[None]:
-    """Have this thread be at a piece of work."""
+    """Make this the thread's current work."""
     token = _current.set(work)
     try:
         yield

@@ -68,9 +68,9 @@ class LoadedModel:
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
-        return b"".join(self._piece(token) for token in tokens).decode("utf-8", errors="replace")
+        return b"".join(self._token_bytes(token) for token in tokens).decode("utf-8", errors="replace")
 
-    def _piece(self, token: int) -> bytes:
+    def _token_bytes(self, token: int) -> bytes:
         buffer = ctypes.create_string_buffer(256)
         n = llama_cpp.llama_token_to_piece(self.vocab, token, buffer, len(buffer), 0, True)
         return buffer.raw[: max(n, 0)]
@@ -158,13 +158,13 @@ class Context:
         tokens: npt.NDArray[np.int32],
         positions: npt.NDArray[np.int_],
         seqs: npt.NDArray[np.int_],
-        wanted: npt.NDArray[np.bool_] | None = None,
+        needed: npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        """Evaluate tokens of any sequences, and wait until they are computed; those `wanted`, or all, get
+        """Evaluate tokens of any sequences, and wait until they are computed; those `needed`, or all, get
         logits.
         """
         self._batch.seq[: len(seqs)] = seqs
-        self._batch.logits[: len(tokens)] = True if wanted is None else wanted
+        self._batch.logits[: len(tokens)] = True if needed is None else needed
         self._decode(tokens, positions)
         self._batch.seq[:] = 0
 

@@ -40,7 +40,7 @@ def kinds_of(
 
 _SEED = 110_000
 _ACKNOWLEDGED = "I have noted that."
-_ASKED = (
+_QUESTIONS = (
     "<|im_start|>system\nYou are a careful assistant. Read the passages that the user gives, and answer the "
     "question with what they say. If the passages do not say it, say that you do not know. Quote words of "
     "the passages where that helps. Do not invent names, numbers or facts.<|im_end|>\n<|im_start|>user\n",
@@ -107,8 +107,8 @@ class CaseMaker:
             changed[1] += f" {filler(random)}"  # a sentence that was not there
             return self._case(self._chat(documents, filler_question(random)), self._chat(changed, fact), fact)
         before, after = (f" Today is {day}." for day in random.sample(("Monday", "Friday", "Sunday"), 2))
-        asked = self._chat([before, *documents], filler_question(random))
-        return self._case(asked, self._chat([after, *documents], fact), fact)
+        earlier = self._chat([before, *documents], filler_question(random))
+        return self._case(earlier, self._chat([after, *documents], fact), fact)
 
     def _shuffled(self, random: Random, documents: list[str], fact: Fact, donor: DonorKind) -> Case:
         order = documents[:]
@@ -123,7 +123,7 @@ class CaseMaker:
 
     def _passages(self, random: Random, workload: Workload, donor: DonorKind) -> Case:
         """Return the passages of a real text, a question about all of them, and no right answer."""
-        size = (self._n_prompt - len(self._encode(_ASKED[0])) - 60) // self._n_documents
+        size = (self._n_prompt - len(self._encode(_QUESTIONS[0])) - 60) // self._n_documents
         text = self._held_out(workload)
         n = self._n_documents + 1
         free = len(text) - n * size
@@ -135,7 +135,7 @@ class CaseMaker:
         begins = [i * size + at for i, at in enumerate(sorted(random.randint(0, free) for _ in range(n)))]
         random.shuffle(begins)
         texts = [[*text[begin : begin + size].tolist(), *self._encode("\n\n")] for begin in begins]
-        head, question = (self._encode(each) for each in (_ASKED[0], random.choice(_ASKED[1:])))
+        head, question = (self._encode(each) for each in (_QUESTIONS[0], random.choice(_QUESTIONS[1:])))
         prompt = _ids(self._bos, head, *texts[:-1], question)
         if donor == "conversation":  # with another passage before them
             return Case((_ids(self._bos, head[:10], texts[-1], *texts[-2::-1], question),), prompt, "")
@@ -164,11 +164,11 @@ class CaseMaker:
         fact, order = random.choice(facts), shots[:]
         random.shuffle(order)
 
-        def asked(shots: list[str], question: str) -> Tokens:
+        def prompt(shots: list[str], question: str) -> Tokens:
             parts = [*(self._encode(shot) for shot in shots), self._question(question)]
             return _ids(self._bos, *parts)
 
-        return self._case(asked(shots, facts[0].question), asked(order, fact.question), fact)
+        return self._case(prompt(shots, facts[0].question), prompt(order, fact.question), fact)
 
     def _documents(self, random: Random, world: World, n: int) -> tuple[list[str], list[list[Fact]]]:
         """Return the documents, and the facts in each; the first sentence of a document is one."""

@@ -77,17 +77,17 @@ def journal(seed: int, n_tokens: int, per_slot: int, count: Count) -> Journal:
     """
     random = Random(seed)
     world = World(random)
-    asked = [
+    groups = [
         (slot, variant, _group(random, world, variant))
         for slot in range(len(DEPTHS))
         for variant in ("plain", "rivals")
         for _ in range(per_slot)
     ]
-    n_asked = sum(count(fact.statement) for _, _, group in asked for fact in group)
-    sentences = _sentences(random, world, n_tokens - n_asked, count)
+    n_facts = sum(count(fact.statement) for _, _, group in groups for fact in group)
+    sentences = _sentences(random, world, n_tokens - n_facts, count)
     places = {slot: round(share * len(sentences)) for slot, share in enumerate(DEPTHS)}
     questions: list[Question] = []
-    for slot, variant, group in reversed(asked):
+    for slot, variant, group in reversed(groups):
         at = places[slot]
         sentences[at:at] = [fact.statement for fact in group]
         questions = [_later(question, len(group)) for question in questions]

@@ -12,7 +12,7 @@ from mixedkv_bench.harness.row import Row
 
 NONE = "-"
 
-_GAP = "  "
+_BETWEEN = "  "
 
 Cells = list[list[str]]
 R = TypeVar("R", bound=Row)
@@ -58,7 +58,7 @@ def align(table: Cells) -> Iterator[str]:
             cell.ljust(width) if i == 0 else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
-        yield ("  " + first + _GAP + _GAP.join(others)).rstrip()
+        yield ("  " + first + _BETWEEN + _BETWEEN.join(others)).rstrip()
 
 
 def _errors(rows: Sequence[Row]) -> Iterator[str]:

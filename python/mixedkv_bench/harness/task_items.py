@@ -146,8 +146,8 @@ def _needles(random: Random, codes: dict[str, str]) -> Iterator[TaskItem]:
     """Yield three codes in a row, one after the other, each after the right ones before it."""
     for _ in range(8):
         chosen = random.sample(sorted(codes), 3)
-        asked = ", ".join(chosen[:-1]) + " and " + chosen[-1]
-        prompt = f"\n\nQuestion: What are the access codes of the {asked}, in this order?\nAnswer:"
+        places = ", ".join(chosen[:-1]) + " and " + chosen[-1]
+        prompt = f"\n\nQuestion: What are the access codes of the {places}, in this order?\nAnswer:"
         for place in chosen:
             prompt += f" The access code of the {place} is"
             yield TaskItem("needles", prompt, codes[place], 8)
@@ -197,20 +197,20 @@ def _dialogue(random: Random, n_tokens: int, count: Count) -> Pile:
     """Turns whose answers are numbered and closed by a mark: will the next ones be?"""
     talks = [talk.split("\n") for talk in read_real_text("dialogue").text.split("\n\n")]
     random.shuffle(talks)
-    text, number, asked = "", 0, []
+    text, number, questions = "", 0, []
     for talk in talks:
         question, answer = talk[0].removeprefix("A: "), talk[1].removeprefix("B: ") if len(talk) > 1 else ""
         if not answer or len(answer) > 300 or len(question) > 300:
             continue
         turn = f"User: {question}\nReply {number + 1} of many << {answer} >>\n\n"
         if count(text + turn) > n_tokens:
-            asked.append(question)
-            if len(asked) == 10:
+            questions.append(question)
+            if len(questions) == 10:
                 break
             continue
         text, number = text + turn, number + 1
     form = f"{number + 1} of many <<"
-    return Pile(text, tuple(TaskItem("format", f"User: {each}\nReply", form, 12) for each in asked))
+    return Pile(text, tuple(TaskItem("format", f"User: {each}\nReply", form, 12) for each in questions))
 
 
 def _code(random: Random, n_tokens: int, count: Count) -> Pile:
@@ -219,10 +219,12 @@ def _code(random: Random, n_tokens: int, count: Count) -> Pile:
     lines = [line for line in text[random.randrange(len(text) // 2) :].split("\n")[1:] if line.strip()]
     while (n := count("\n".join(lines))) > n_tokens:
         lines = lines[: max(1, min(len(lines) - 1, len(lines) * n_tokens // n))]
-    asked = [i for i in range(2, len(lines) // 2) if len(lines[i].strip()) >= _LINE and lines[i][0] == " "]
-    asked = [i for i in asked if lines.count(lines[i]) == lines.count(lines[i - 1]) == 1]
+    candidates = [
+        i for i in range(2, len(lines) // 2) if len(lines[i].strip()) >= _LINE and lines[i][0] == " "
+    ]
+    candidates = [i for i in candidates if lines.count(lines[i]) == lines.count(lines[i - 1]) == 1]
     items = []
-    for i in sorted(random.sample(asked, min(_N_LINES, len(asked)))):
+    for i in sorted(random.sample(candidates, min(_N_LINES, len(candidates)))):
         line = lines[i].lstrip()
         given = "\n".join([*lines[i - 2 : i], lines[i][: -len(line) - 1]])
         items.append(TaskItem("code", f"\n\n# Once more, word for word:\n{given}", line, 0))

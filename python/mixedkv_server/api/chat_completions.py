@@ -65,7 +65,7 @@ class ChatAnswer(OpenAIAnswer):
             }
             for i, end in enumerate(ends)
         ]
-        of_prompt = prompt_logprobs(self._pieces, self.jobs[0])
+        of_prompt = prompt_logprobs(self._token_texts, self.jobs[0])
         head = {**self._head, "object": "chat.completion", **of_prompt, **self._more(ends)}
         return {**head, "choices": choices, "usage": usage(self.jobs, self._n)}
 
@@ -120,7 +120,7 @@ class ChatAnswer(OpenAIAnswer):
         return {"message_id": name} if (name := self.jobs[i].message_id) else {}
 
     def _logprobs(self, event: Delta | Done) -> Any:
-        return chat_logprobs(self._pieces, event.logprobs) if self._body.logprobs else None
+        return chat_logprobs(self._token_texts, event.logprobs) if self._body.logprobs else None
 
 
 def _choice(i: int, delta: Any, logprobs: Any = None, reason: str | None = None) -> dict[str, Any]:

@@ -28,15 +28,15 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue prompts, whole or as server-sent events."""
     owner = tenant(request)
     server = adapter_of(request, body.model, body.lora)
-    asked = body.prompt_logprobs
-    if body.echo and body.logprobs is not None and asked is None:
+    requested = body.prompt_logprobs
+    if body.echo and body.logprobs is not None and requested is None:
         body = body.model_copy(update={"prompt_logprobs": body.logprobs})
     session = await find_session(server, body.session_id, owner) if body.session_id else None
     if session is not None:
         check_version(body, session)
     turn = Turn.of_prompt(server, body, session)
     jobs = await read_prompt(request, completion_jobs, server, body, owner, session, session=session)
-    answer = CompletionAnswer(server, body, jobs, tells_prompt=asked is not None)
+    answer = CompletionAnswer(server, body, jobs, tells_prompt=requested is not None)
     return await respond_in(turn, request, answer)
 
 
@@ -81,7 +81,7 @@ class CompletionAnswer(OpenAIAnswer):
         self._tells_prompt = tells_prompt
         self._echoes_logprobs = bool(body.echo) and body.logprobs is not None
         self._echoed: set[int] = set()  # choices whose prompt was told, with its log probabilities
-        self._logprobs = [CompletionLogprobs(self._pieces, 0) for _ in jobs]
+        self._logprobs = [CompletionLogprobs(self._token_texts, 0) for _ in jobs]
 
     def whole(self, ends: list[Done]) -> dict[str, Any]:
         choices = [
@@ -100,7 +100,7 @@ class CompletionAnswer(OpenAIAnswer):
         if not self._tells_prompt:
             return {}
         first = self.jobs[i - i % self._n]
-        return prompt_logprobs(self._pieces, first)
+        return prompt_logprobs(self._token_texts, first)
 
     def first(self) -> bytes:
         """Return the events with the echoed prompts. Their log probabilities come later, and they with
@@ -148,4 +148,4 @@ class CompletionAnswer(OpenAIAnswer):
         prompt = self._body.prompts[i // self._n]
         if isinstance(prompt, str):
             return prompt
-        return b"".join(self._pieces[token] for token in prompt).decode("utf-8", "replace")
+        return b"".join(self._token_texts[token] for token in prompt).decode("utf-8", "replace")

@@ -144,7 +144,7 @@ def input_tokens(
 
 
 def _answer(vectors: Vectors, as_base64: bool, model: str, n_tokens: int) -> Iterator[str]:
-    """Yield OpenAI's object in pieces: many vectors are many megabytes."""
+    """Yield OpenAI's object in chunks: many vectors are many megabytes."""
     yield '{"object":"list","data":['
     for i, vector in enumerate(vectors):
         text = _base64(vector) if as_base64 else _numbers(vector)

@@ -92,7 +92,7 @@ class Turn:
             if isinstance(updated, ErrorResponse):
                 raise await _as_error(self._server, updated, self._session)
 
-    def tell(self, response: Response) -> Response:
+    def with_version(self, response: Response) -> Response:
         """Return the answer with the session's new version."""
         return _WithHeader(response, str(self._session.version + 1))
 
@@ -115,7 +115,7 @@ async def respond_in(turn: Turn | None, request: Request, answer: SentAnswer) ->
     if turn is None:
         return await respond(request, answer)
     turn.job = answer.jobs[0]
-    return turn.tell(await respond(request, answer, turn.take))
+    return turn.with_version(await respond(request, answer, turn.take))
 
 
 def check_version(body: GenerationFields, session: CacheSessionMetadata) -> None:

@@ -48,25 +48,27 @@ async def find(server: ServerState, response_id: str, owner: str, param: str) ->
 
 
 async def will_keep(
-    server: ServerState, owner: str, wanted: bool | None, messages: Sequence[dict[str, Any]]
+    server: ServerState, owner: str, requested: bool | None, messages: Sequence[dict[str, Any]]
 ) -> bool:
-    """Return whether a response is kept, before any work is done: as `wanted`, or by default if it can be.
+    """Return whether a response is kept, before any work is done: as `requested`, or by default if it can be.
     By default it takes the place of older ones where the tenant has no room.
 
     Raises:
-        ApiError: what is wanted cannot be: 400, the chat is too long or about images; 429, the tenant has no
-            room for it.
+        ApiError: what was asked for cannot be: 400, the chat is too long or about images; 429, the tenant has
+            no room for it.
     """
-    if wanted is False:
+    if requested is False:
         return False
     why = None
     if any(isinstance(message.get("content"), list) for message in messages):
         why = bad_request("store: a response about images is not kept: set it to false", "store")
     elif len(messages) >= MAX_MESSAGES:
         why = bad_request(f"store: a chat of {len(messages)} messages is too long: set it to false", "store")
-    elif (full := await server.contexts.check_quota(owner)) and (wanted or not await _oldest(server, owner)):
+    elif (full := await server.contexts.check_quota(owner)) and (
+        requested or not await _oldest(server, owner)
+    ):
         why = _no_room(full)
-    if wanted and why is not None:
+    if requested and why is not None:
         raise why
     return why is None
 
@@ -75,7 +77,7 @@ async def keep(
     server: ServerState,
     owner: str,
     response_id: str,
-    wanted: bool | None,
+    requested: bool | None,
     messages: Sequence[dict[str, Any]],
     said: dict[str, Any],
     job: Job,
@@ -84,10 +86,11 @@ async def keep(
 
     Args:
         said: the answer as a message.
-        wanted: None by default, which forgets older responses where the tenant has no room, or else this one.
+        requested: None by default, which forgets older responses where the tenant has no room, or else this
+            one.
 
     Raises:
-        ApiError: 429, the tenant has no room for what it wanted.
+        ApiError: 429, the tenant has no room for what it asked for.
     """
     whole = CreateContextCacheRequest.model_validate(
         {"model": server.model_name, "messages": [*messages, said], "ttl": _TTL, "session_id": response_id}
@@ -97,7 +100,7 @@ async def keep(
         kept = await server.contexts.register_session_cache(whole, tenant=owner, n_tokens=n_tokens)
         if not isinstance(kept, ErrorResponse):
             return
-        if wanted:
+        if requested:
             raise _no_room(kept)
         if not await _forget_oldest(server, owner):
             return

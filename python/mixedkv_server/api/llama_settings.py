@@ -73,10 +73,10 @@ def about_answer(job: Job, end: Done, prompt: str, most: int | None) -> dict[str
     }
 
 
-def prompt_text(job: Job, pieces: TokenTexts) -> str:
+def prompt_text(job: Job, token_texts: TokenTexts) -> str:
     """Return the text of a prompt, with control tokens and without images. Not for the event loop."""
     tokens = (token for token in job.prompt.tolist() if token >= 0)
-    return b"".join(map(pieces.name, tokens)).decode("utf-8", "replace")
+    return b"".join(map(token_texts.name, tokens)).decode("utf-8", "replace")
 
 
 def _is_truncated(job: Job, end: Done) -> bool:

@@ -24,13 +24,13 @@ class TokenTexts(Protocol):
 
 
 def chat_logprobs(
-    pieces: TokenTexts, logprobs: Sequence[TokenLogprob], *, ids: bool = False
+    token_texts: TokenTexts, logprobs: Sequence[TokenLogprob], *, ids: bool = False
 ) -> dict[str, Any]:
     """Return `choices[].logprobs` of a chat; with `ids` also the tokens' ids, like llama-server."""
     content = (
         {
-            **_entry(pieces, lp.token, lp.logprob, ids),
-            "top_logprobs": [_entry(pieces, token, logprob, ids) for token, logprob in lp.top.tolist()],
+            **_entry(token_texts, lp.token, lp.logprob, ids),
+            "top_logprobs": [_entry(token_texts, token, logprob, ids) for token, logprob in lp.top.tolist()],
         }
         for lp in logprobs
     )
@@ -38,20 +38,20 @@ def chat_logprobs(
 
 
 class CompletionLogprobs:
-    """Writes `choices[].logprobs` of one completion, piece by piece.
+    """Writes `choices[].logprobs` of one completion, event by event.
 
     Args:
         offset: number of characters before the first token.
     """
 
-    def __init__(self, pieces: TokenTexts, offset: int) -> None:
-        self._pieces, self._offset = pieces, offset
+    def __init__(self, token_texts: TokenTexts, offset: int) -> None:
+        self._token_texts, self._offset = token_texts, offset
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def of(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Return the log probabilities of the next tokens."""
         return {
-            "tokens": [_text(self._pieces, lp.token) for lp in logprobs],
+            "tokens": [_text(self._token_texts, lp.token) for lp in logprobs],
             "token_logprobs": [max(lp.logprob, _LOWEST) for lp in logprobs],
             "top_logprobs": Long(map(self._top, logprobs)),
             "text_offset": [self._take(lp.token) for lp in logprobs],
@@ -60,7 +60,7 @@ class CompletionLogprobs:
     def of_prompt(self, tokens: Sequence[int], found: Sequence[TokenLogprob]) -> dict[str, Any]:
         """Return the same of a prompt that is echoed, whose first token has none."""
         first = {
-            "tokens": [_text(self._pieces, token) for token in tokens[:1]],
+            "tokens": [_text(self._token_texts, token) for token in tokens[:1]],
             "token_logprobs": [None],
             "top_logprobs": [None],
             "text_offset": [self._take(token) for token in tokens[:1]],
@@ -70,14 +70,14 @@ class CompletionLogprobs:
     def _take(self, token: int) -> int:
         """Return how many characters end before a token. Control tokens are no text."""
         offset = self._offset
-        self._offset += len(self._decoder.decode(self._pieces[token]))
+        self._offset += len(self._decoder.decode(self._token_texts[token]))
         return offset
 
     def _top(self, lp: TokenLogprob) -> dict[str, float]:
         """Return the likeliest tokens by their texts; of those with one text the likeliest has it."""
         top: dict[str, float] = {}
         for token, logprob in lp.top.tolist():
-            text = _text(self._pieces, token)
+            text = _text(self._token_texts, token)
             top[f"token_id:{token}" if text in top else text] = max(logprob, _LOWEST)
         return top
 
@@ -87,42 +87,42 @@ def joined(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return {name: Long(chain(one[name], other[name])) for name in one}
 
 
-def prompt_logprobs(pieces: TokenTexts, job: Job) -> dict[str, Any]:
+def prompt_logprobs(token_texts: TokenTexts, job: Job) -> dict[str, Any]:
     """Return vLLM's field of that name, to be merged in: for each token after the first the likeliest ones
     and itself, by id. Empty if they were not asked for.
     """
-    asked = job.answer.prompt_logprobs
-    if asked is None:
+    requested = job.answer.prompt_logprobs
+    if requested is None:
         return {}
-    tokens = (_places(pieces, logprob, rank) for logprob, rank in asked.found)
+    tokens = (_places(token_texts, logprob, rank) for logprob, rank in requested.found)
     return {"prompt_logprobs": Long(chain([None], tokens))}
 
 
-def _places(pieces: TokenTexts, lp: TokenLogprob, rank: int) -> dict[str, Any]:
+def _places(token_texts: TokenTexts, lp: TokenLogprob, rank: int) -> dict[str, Any]:
     places = [(token, p, i + 1) for i, (token, p) in enumerate(lp.top.tolist())]
     return {
-        str(token): {"logprob": max(p, _LOWEST), "rank": place, "decoded_token": _name(pieces, token)}
+        str(token): {"logprob": max(p, _LOWEST), "rank": place, "decoded_token": _name(token_texts, token)}
         for token, p, place in [*places, (lp.token, lp.logprob, rank)]
     }
 
 
-def _entry(pieces: TokenTexts, token: int, logprob: float, ids: bool) -> dict[str, Any]:
+def _entry(token_texts: TokenTexts, token: int, logprob: float, ids: bool) -> dict[str, Any]:
     return {
         **({"id": token} if ids else {}),
-        "token": _name(pieces, token),
+        "token": _name(token_texts, token),
         "logprob": max(logprob, _LOWEST),
-        "bytes": list(pieces.name(token)),
+        "bytes": list(token_texts.name(token)),
     }
 
 
-def _text(pieces: TokenTexts, token: int) -> str:
+def _text(token_texts: TokenTexts, token: int) -> str:
     """Return a token's text, or its bytes as OpenAI writes them where they are a part of a character."""
-    name = pieces.name(token)
+    name = token_texts.name(token)
     try:
         return name.decode("utf-8")
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in name)
 
 
-def _name(pieces: TokenTexts, token: int) -> str:
-    return pieces.name(token).decode("utf-8", "replace")
+def _name(token_texts: TokenTexts, token: int) -> str:
+    return token_texts.name(token).decode("utf-8", "replace")

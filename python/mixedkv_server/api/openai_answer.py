@@ -43,7 +43,7 @@ class OpenAIAnswer(SentAnswer):
             large=large or tells_much,
         )
         self._body = body
-        self._n, self._pieces = body.n or 1, server.engine.detokenizer
+        self._n, self._token_texts = body.n or 1, server.engine.detokenizer
         self._include_usage = bool(body.stream_options and body.stream_options.include_usage)
         self._progress = PromptProgress(jobs[0], body.return_progress)
         self._templates: dict[int, Template] = {}
@@ -72,7 +72,7 @@ class OpenAIAnswer(SentAnswer):
         return {**chunk, "usage": None} if self._include_usage else chunk
 
     def _of_event(self, choice: dict[str, Any], *, long: bool = False) -> bytes:
-        """Return the event with a choice, with timings if each has them. A `long` one is made in pieces."""
+        """Return the event with a choice, with timings if each has them. A `long` one is made in chunks."""
         made = {**self._chunk(choice), **self._timings(choice["index"])}
         return long_sse(made) if long else sse(made)
 
@@ -81,7 +81,7 @@ class OpenAIAnswer(SentAnswer):
         if not self._body.verbose:
             return self._timings()
         job, end = self.jobs[0], ends[0]
-        told = about_answer(job, end, prompt_text(job, self._pieces), self._body.most_tokens)
+        told = about_answer(job, end, prompt_text(job, self._token_texts), self._body.most_tokens)
         return {**self._timings(), "__verbose": {"content": end.text, **told}}
 
     def _timings(self, i: int = 0) -> dict[str, Any]:

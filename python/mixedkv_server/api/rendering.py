@@ -221,11 +221,11 @@ def choice_of(body: ChatRequest) -> ToolChoice:
     Raises:
         ApiError: 400, calls conflict with other fields.
     """
-    wanted = body.tool_choice
-    if isinstance(wanted, NamedTool):
-        choice = ToolChoice(mode="required", name=wanted.function.name, parallel=False)
+    requested = body.tool_choice
+    if isinstance(requested, NamedTool):
+        choice = ToolChoice(mode="required", name=requested.function.name, parallel=False)
     else:
-        choice = ToolChoice(mode=wanted or "auto", parallel=body.parallel_tool_calls)
+        choice = ToolChoice(mode=requested or "auto", parallel=body.parallel_tool_calls)
     if not body.tools or choice.mode == "none":
         return choice
     names = ("response_format", "json_schema", "grammar", "regex")

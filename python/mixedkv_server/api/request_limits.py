@@ -92,9 +92,9 @@ def _check_logprobs(n: int, n_tokens: int, n_ctx: int, n_logprobs: int | None) -
 
 def check_echo(server: ServerState, prompts: Sequence[str | Sequence[int]], n: int) -> None:
     """Refuse to send prompts back that make the answer too large."""
-    pieces = server.engine.detokenizer
+    token_texts = server.engine.detokenizer
     sizes = (
-        len(prompt) if isinstance(prompt, str) else sum(len(pieces[token]) for token in prompt)
+        len(prompt) if isinstance(prompt, str) else sum(len(token_texts[token]) for token in prompt)
         for prompt in prompts
     )
     if (size := n * sum(sizes)) > MAX_ANSWER_BYTES:
@@ -129,7 +129,7 @@ def _check_prompt_logprobs(
 
 def _check_images(body: GenerationFields) -> None:
     """Refuse fields that do not go with images. The server's defaults for them are not used either."""
-    asked = {
+    requested = {
         "prompt_logprobs": body.prompt_logprobs is not None,
         "overflow": body.overflow == "slide",
         "speculation": body.speculation not in (None, "off"),
@@ -137,5 +137,5 @@ def _check_images(body: GenerationFields) -> None:
         "reuse": body.reuse == "chunks",
         "chunks": body.chunks is not None,
     }
-    if name := next((name for name, is_asked in asked.items() if is_asked), None):
+    if name := next((name for name, is_requested in requested.items() if is_requested), None):
         raise bad_request(f"{name} does not go with images: leave one out", name)

@@ -23,7 +23,7 @@ from mixedkv.limits import INT32_MAX, SAMPLERS
 from mixedkv.prompts.overflow import Overflow
 from mixedkv.prompts.part import MARK
 from mixedkv.sessions import CreateContextCacheRequest
-from mixedkv.sessions.records import MAX_TTL, few
+from mixedkv.sessions.records import MAX_TTL, check_n_fields
 from mixedkv_server.fields import (
     FLAG,
     LIST,
@@ -37,13 +37,14 @@ from mixedkv_server.fields import (
     TEXT,
     TEXTS,
     CallId,
-    Few,
     Finite,
     FunctionName,
     Id,
+    LimitedFields,
     MessageList,
     Model,
     Name,
+    NonNegative,
     Positive,
     SamplingFields,
     Seed,
@@ -53,9 +54,8 @@ from mixedkv_server.fields import (
     Tokens,
     ToolList,
     TopLogprobs,
-    Whole,
     about,
-    few_messages,
+    check_n_messages,
     ignored,
     one_of,
     ranged,
@@ -188,7 +188,9 @@ class ChunkFields(Model):
     chunk_size: Positive | None = about(
         "At least the server's: shorter passages than half of it are not reused."
     )
-    boundary_window: Whole | None = about("Tokens by which an edge moves at most to the end of a sentence.")
+    boundary_window: NonNegative | None = about(
+        "Tokens by which an edge moves at most to the end of a sentence."
+    )
 
 
 class Function(Model):
@@ -280,7 +282,9 @@ Bias = Annotated[
     one_of(f"a number from -{_BIAS} to {_BIAS}, or false for a token that never comes"),
 ]
 Biases = Annotated[
-    dict[Annotated[str, Field(min_length=1, max_length=256)], Bias], Few, BeforeValidator(_as_biases)
+    dict[Annotated[str, Field(min_length=1, max_length=256)], Bias],
+    LimitedFields,
+    BeforeValidator(_as_biases),
 ]
 Pattern = Annotated[Text, Field(max_length=65536)]
 
@@ -313,7 +317,7 @@ Samplers = Annotated[
 class AdapterScale(Model):
     """An adapter as llama-server names it, by its place among `--lora`, and its strength."""
 
-    id: Whole
+    id: NonNegative
     scale: Finite
 
 
@@ -344,8 +348,8 @@ class GenerationFields(SamplingFields):
     # ours and llama.cpp's
     grammar: Pattern | None = about("GBNF the answer follows.")
     regex: Pattern | None = about("Regular expression the whole answer matches.")
-    min_tokens: Whole | None = about("Of the answer before the model may end it.")
-    stop_token_ids: Annotated[list[Whole], Field(max_length=MAX_STOPS, fail_fast=True)] | None = about(
+    min_tokens: NonNegative | None = about("Of the answer before the model may end it.")
+    stop_token_ids: Annotated[list[NonNegative], Field(max_length=MAX_STOPS, fail_fast=True)] | None = about(
         "Tokens that end the answer; they are not part of it."
     )
     prompt_logprobs: TopLogprobs | None = about(
@@ -452,10 +456,10 @@ class GenerationFields(SamplingFields):
         return None if found < 0 else found
 
 
-Metadata = Annotated[dict[Name, Annotated[Text, Field(max_length=4096)]], Few]
+Metadata = Annotated[dict[Name, Annotated[Text, Field(max_length=4096)]], LimitedFields]
 Variables = Annotated[
     dict[Annotated[str, Field(pattern=r"^[a-zA-Z_][a-zA-Z0-9_]{0,63}$")], Any],
-    BeforeValidator(lambda value: few(value, _MAX_VARIABLES)),
+    BeforeValidator(lambda value: check_n_fields(value, _MAX_VARIABLES)),
 ]
 
 
@@ -494,7 +498,7 @@ class ChatRequest(ChatFields, GenerationFields):
     json_schema: dict[str, Any] | None = about("llama-server's short form of response_format.")
     tool_choice: AnyChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_budget_tokens: Whole | None = about("Tokens after which a thought is ended.")
+    reasoning_budget_tokens: NonNegative | None = about("Tokens after which a thought is ended.")
     store: bool | None = ignored()
     metadata: Metadata | None = ignored()
     verbosity: Name | None = ignored()
@@ -518,10 +522,10 @@ class ChatRequest(ChatFields, GenerationFields):
     def answer_schema(self) -> Constraint | None:
         if self.json_schema is not None:
             return Constraint("json_schema", json.dumps(self.json_schema), "json_schema")
-        wanted = self.response_format
-        if wanted is None or wanted.type == "text":
+        requested = self.response_format
+        if requested is None or requested.type == "text":
             return None
-        schema = wanted.json_schema.schema_ if wanted.json_schema is not None else wanted.schema_
+        schema = requested.json_schema.schema_ if requested.json_schema is not None else requested.schema_
         text = json.dumps({"type": "object"} if schema is None else schema)
         return Constraint("json_schema", text, "response_format")
 
@@ -570,7 +574,7 @@ def _kind_of_prompt(value: Any) -> str:
     return "~text" if isinstance(value, str) else "~object" if isinstance(value, dict | Model) else "~other"
 
 
-Mixed = Annotated[list[Whole | Text], Field(min_length=1, fail_fast=True)]
+Mixed = Annotated[list[NonNegative | Text], Field(min_length=1, fail_fast=True)]
 _FORMS = "give a text, token ids and texts, an object with prompt_string, or a list"
 OnePrompt = Annotated[
     Annotated[Text, TEXT]
@@ -661,7 +665,7 @@ class ContextRequest(CreateContextCacheRequest):
     temperature: Finite | None = ranged("temperature")
     seed: Seed | None = None
 
-    _few_messages = field_validator("messages", mode="before")(few_messages)
+    _check_n_messages = field_validator("messages", mode="before")(check_n_messages)
 
     @property
     def context(self) -> CreateContextCacheRequest:

@@ -18,7 +18,7 @@ from mixedkv_server.api.request_limits import answer_bytes
 from mixedkv_server.api_error import ApiError
 from mixedkv_server.http.middleware import HOLD_ANSWER
 from mixedkv_server.http.revoked import ENDING
-from mixedkv_server.packing import encode_text, json_pieces
+from mixedkv_server.packing import encode_text, json_chunks
 from mixedkv_server.pending import OnEvent, PendingRequest, disconnected, or_disconnect
 from mixedkv_server.state import ServerState, packed_answer, tenant, time_left
 
@@ -37,8 +37,8 @@ def sse(chunk: dict[str, Any]) -> bytes:
 
 
 def long_sse(chunk: dict[str, Any]) -> bytes:
-    """Return an event that is large: made in pieces, between which other threads run."""
-    return f"data: {''.join(json_pieces(chunk))}\n\n".encode()
+    """Return an event that is large: made in chunks, between which other threads run."""
+    return f"data: {''.join(json_chunks(chunk))}\n\n".encode()
 
 
 def named_sse(chunk: dict[str, Any]) -> bytes:
@@ -196,7 +196,7 @@ _PING = 15.0  # seconds without an event after which a stream sends a sign of li
 _PROGRESS = 0.5  # the same if the client asks for the progress of its prompt
 
 
-_SHORT_TEXT, _FEW_LOGPROBS = 4096, 256
+_SHORT_TEXT, _MOST_LOGPROBS_AT_ONCE = 4096, 256
 
 
 def _is_short(jobs: Sequence[Job], ends: Sequence[Done]) -> bool:
@@ -205,7 +205,7 @@ def _is_short(jobs: Sequence[Job], ends: Sequence[Done]) -> bool:
         return False
     places = zip(jobs, ends, strict=True)
     n_logprobs = sum(len(end.logprobs) * (1 + (job.request.n_logprobs or 0)) for job, end in places)
-    return n_logprobs <= _FEW_LOGPROBS and sum(len(end.text) for end in ends) <= _SHORT_TEXT
+    return n_logprobs <= _MOST_LOGPROBS_AT_ONCE and sum(len(end.text) for end in ends) <= _SHORT_TEXT
 
 
 async def respond(request: Request, answer: SentAnswer, on_event: OnEvent | None = None) -> Response:

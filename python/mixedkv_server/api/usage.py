@@ -77,30 +77,30 @@ class PromptProgress:
     prompt that took no time is told with what was cached, and then as done.
 
     Args:
-        wanted: whether it is asked for.
+        requested: whether it is asked for.
     """
 
-    def __init__(self, job: Job, wanted: bool | None) -> None:
-        self._job, self._wanted = job, bool(wanted)
+    def __init__(self, job: Job, requested: bool | None) -> None:
+        self._job, self._requested = job, bool(requested)
         self._told = -1  # tokens
 
     def now(self) -> dict[str, Any] | None:
         """Return the tokens of the prompt, the cached and the evaluated ones. None when it is done."""
         seq = self._job.seq  # the engine's thread sets it
-        if self._job.evaluated or not self._wanted:
+        if self._job.evaluated or not self._requested:
             return None
-        return self._tell(min(len(seq.tokens) if seq is not None else 0, self._job.n_prompt))
+        return self._fields(min(len(seq.tokens) if seq is not None else 0, self._job.n_prompt))
 
     def done(self) -> list[dict[str, Any]]:
         """Return what is to be told before the first event of an answer."""
-        wanted, self._wanted = self._wanted, False
-        if not wanted:
+        requested, self._requested = self._requested, False
+        if not requested:
             return []
         job = self._job
-        first = [self._tell(job.n_cached or 0)] if self._told < 0 else []
-        return [*first, self._tell(job.n_prompt)] if self._told < job.n_prompt else first
+        first = [self._fields(job.n_cached or 0)] if self._told < 0 else []
+        return [*first, self._fields(job.n_prompt)] if self._told < job.n_prompt else first
 
-    def _tell(self, n: int) -> dict[str, Any]:
+    def _fields(self, n: int) -> dict[str, Any]:
         job, self._told = self._job, n
         at = job.t_first if job.t_first is not None else time.perf_counter()
         times = round(1000 * (at - job.t_submit))

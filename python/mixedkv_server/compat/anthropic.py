@@ -23,20 +23,20 @@ from mixedkv_server.compat.foreign_api import ForeignAPI
 from mixedkv_server.fields import (
     PREFIX_FOUND,
     CallId,
-    Few,
     Filtered,
     Finite,
     FunctionName,
+    LimitedFields,
     MessageList,
     Model,
     Name,
+    NonNegative,
     Positive,
     StopTexts,
     Text,
     TextOrList,
     ToolList,
     TopK,
-    Whole,
     WithoutHosted,
     about,
     ignored,
@@ -217,7 +217,7 @@ class AnthropicChoice(Model):
 
 class Thinking(Model):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Whole | None = None
+    budget_tokens: NonNegative | None = None
     display: Name | None = None
 
 
@@ -287,7 +287,7 @@ class MessagesRequest(CountRequest):
     temperature: Finite | None = ranged("temperature")
     top_p: Finite | None = ranged("top_p")
     top_k: TopK | None = None
-    metadata: Annotated[dict[Name, Any], Few] | None = ignored()
+    metadata: Annotated[dict[Name, Any], LimitedFields] | None = ignored()
     service_tier: Name | None = ignored()
 
     @property
@@ -340,13 +340,13 @@ def _response_format(form: OutputFormat | None) -> dict[str, Any] | None:
 def _choice(choice: AnthropicChoice | None) -> dict[str, Any]:
     if choice is None:
         return {}
-    wanted: Any = "required" if choice.type == "any" else choice.type
+    requested: Any = "required" if choice.type == "any" else choice.type
     if choice.type == "tool":
         if not choice.name:
             raise bad_request("tool_choice.name is missing: say which tool", "tool_choice")
-        wanted = {"type": "function", "function": {"name": choice.name}}
+        requested = {"type": "function", "function": {"name": choice.name}}
     disabled = choice.disable_parallel_tool_use
-    return {"tool_choice": wanted, "parallel_tool_calls": None if disabled is None else not disabled}
+    return {"tool_choice": requested, "parallel_tool_calls": None if disabled is None else not disabled}
 
 
 def _text(content: str | Sequence[TextBlock | DocumentBlock | SearchResultBlock] | None) -> str:
@@ -428,8 +428,8 @@ def _say_it_is_too_long(error: ApiError) -> None:
 
 
 def _count(server: ServerState, body: CountRequest) -> int:
-    asked = translated(ChatRequest, {**body.fields(), **_choice(body.tool_choice)})
-    return len(chat_tokens(server, asked, choice_of(asked)))
+    chat = translated(ChatRequest, {**body.fields(), **_choice(body.tool_choice)})
+    return len(chat_tokens(server, chat, choice_of(chat)))
 
 
 class _Answer(SentAnswer):

@@ -32,7 +32,7 @@ from mixedkv_server.api.sse import PING, SentAnswer, respond, sse
 from mixedkv_server.api.usage import PromptProgress, cached_details, timings
 from mixedkv_server.api_error import bad_request, prompt_error
 from mixedkv_server.compat.foreign_api import ForeignAPI
-from mixedkv_server.fields import Model, Name, Text, Whole, about
+from mixedkv_server.fields import Model, Name, NonNegative, Text, about
 from mixedkv_server.http.json_body import JSONRoute
 from mixedkv_server.packing import Long
 from mixedkv_server.state import (
@@ -134,7 +134,7 @@ class TokenizeRequest(Model):
 
 class DetokenizeRequest(Model):
     model: Name | None = None
-    tokens: Annotated[list[Whole], Field(fail_fast=True)]
+    tokens: Annotated[list[NonNegative], Field(fail_fast=True)]
 
 
 class ApplyTemplateRequest(ChatFields):
@@ -239,7 +239,7 @@ class _Answer(SentAnswer):
             large=bool(body.n_probs) or body.prompt_logprobs is not None,
         )
         self._texts = texts
-        self._pieces, self._body, self._several = server.engine.detokenizer, body, several
+        self._token_texts, self._body, self._several = server.engine.detokenizer, body, several
         self._progress = PromptProgress(jobs[0], body.return_progress)
 
     def whole(self, ends: list[Done]) -> dict[str, Any] | list[dict[str, Any]]:
@@ -250,23 +250,23 @@ class _Answer(SentAnswer):
         before = b"".join(map(self._of_prompt, self._progress.done()))
         if isinstance(event, Done):
             return before + sse(self._end(i, event))
-        return before + sse({**self._piece(i, event), "tokens": list(event.tokens), **self._timed(i)})
+        return before + sse({**self._token_field(i, event), "tokens": list(event.tokens), **self._timed(i)})
 
     def idle(self) -> bytes:
         progress = self._progress.now()
         return PING if progress is None else self._of_prompt(progress)
 
     def _of_prompt(self, progress: dict[str, Any]) -> bytes:
-        return sse({**self._piece(0, Delta("")), "prompt_progress": progress, **self._timed(0)})
+        return sse({**self._token_field(0, Delta("")), "prompt_progress": progress, **self._timed(0)})
 
     def _timed(self, i: int) -> dict[str, Any]:
         """Return the field about speed where it is asked for."""
         return {"timings": timings(self.jobs[i])} if self._body.timings_per_token else {}
 
-    def _piece(self, i: int, event: Delta | Done) -> dict[str, Any]:
+    def _token_field(self, i: int, event: Delta | Done) -> dict[str, Any]:
         probabilities = {}
         if self._body.n_probs:
-            entries = chat_logprobs(self._pieces, event.logprobs, ids=True)["content"]
+            entries = chat_logprobs(self._token_texts, event.logprobs, ids=True)["content"]
             if self._body.post_sampling_probs:
                 entries = [_as_probabilities(entry) for entry in entries]
             probabilities = {"completion_probabilities": entries}
@@ -275,13 +275,13 @@ class _Answer(SentAnswer):
     def _end(self, i: int, end: Done) -> dict[str, Any]:
         job = self.jobs[i]
         told = {
-            **self._piece(i, end),
+            **self._token_field(i, end),
             "tokens": list(job.answer.tokens) if self._body.return_tokens and not self._body.stream else [],
             "model": self.server.model_name,
             **about_answer(job, end, self._texts[i], self._body.most_tokens),
             "prompt_tokens_details": cached_details([job]),
             "timings": timings(job),
-            **prompt_logprobs(self._pieces, job),
+            **prompt_logprobs(self._token_texts, job),
         }
         return _chosen(told, self._body.response_fields) if self._body.response_fields else told
 
@@ -376,10 +376,10 @@ def _token_ids(server: ServerState, body: TokenizeRequest) -> dict[str, Any]:
         raise prompt_error(error, "content") from None
     if not body.with_pieces:
         return {"tokens": Long(tokens)}
-    return {"tokens": Long({"id": token, "piece": _piece(server, token)} for token in tokens)}
+    return {"tokens": Long({"id": token, "piece": _token_field(server, token)} for token in tokens)}
 
 
-def _piece(server: ServerState, token: int) -> str | list[int]:
+def _token_field(server: ServerState, token: int) -> str | list[int]:
     """Return a token's text, or its bytes if these are not UTF-8."""
     name = server.engine.detokenizer.name(token)
     try:

@@ -37,16 +37,16 @@ from mixedkv_server.fields import (
     REFUSED,
     TEXT,
     TEXT_OR_LIST,
-    FewMessages,
     Finite,
+    LimitedMessages,
     Model,
     Name,
+    NonNegative,
     SamplingFields,
     Stop,
     Text,
     ToolList,
     TopLogprobs,
-    Whole,
     about,
     ignored,
     one_of,
@@ -80,7 +80,7 @@ class OllamaOptions(SamplingFields):
     repeat_penalty: Annotated[Finite, Field(ge=0, le=RANGES["repeat_penalty"][1])] | None = about(
         "0 is none, as clients send it that mean OpenAI's frequency_penalty."
     )
-    num_ctx: Whole | None = about("Ignored: the context is the server's `--n-ctx`.")
+    num_ctx: NonNegative | None = about("Ignored: the context is the server's `--n-ctx`.")
     numa: Any = about(_ONLY_ANOTHER_SERVER)
     num_batch: Any = about(_ONLY_ANOTHER_SERVER)
     num_gpu: Any = about(_ONLY_ANOTHER_SERVER)
@@ -141,7 +141,7 @@ class OllamaRequest(KeepAlive):
     top_logprobs: TopLogprobs | None = None
 
     @property
-    def wanted(self) -> OllamaOptions:
+    def requested(self) -> OllamaOptions:
         return self.options or OllamaOptions.model_validate({})
 
     def answer_fields(self) -> dict[str, Any]:
@@ -153,7 +153,7 @@ class OllamaRequest(KeepAlive):
             form = {"type": "json_schema", "json_schema": {"name": "format", "schema": self.format}}
         thinks = None if self.think is None else {"enable_thinking": self.think is not False}
         return {
-            **self.wanted.fields(),
+            **self.requested.fields(),
             "stream": self.stream is not False,
             "response_format": form,
             "chat_template_kwargs": thinks,
@@ -191,9 +191,9 @@ class OllamaMessage(Model):
 
 
 class OllamaChat(OllamaRequest):
-    messages: Annotated[list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True), FewMessages] = (
-        Field(default_factory=list)
-    )
+    messages: Annotated[
+        list[OllamaMessage], Field(max_length=MAX_MESSAGES, fail_fast=True), LimitedMessages
+    ] = Field(default_factory=list)
     tools: ToolList[Tool] | None = None
 
     tool_choice: AnyChoice | None = about("Ours, as OpenAI has it.")
@@ -242,7 +242,7 @@ class OllamaGenerate(OllamaRequest):
 
     def as_completion(self, n_ctx: int) -> dict[str, Any]:
         """Return the request as a completion of OpenAI's, of up to `n_ctx` tokens."""
-        fields = {"max_tokens": n_ctx, **{k: v for k, v in self.wanted.fields().items() if v is not None}}
+        fields = {"max_tokens": n_ctx, **{k: v for k, v in self.requested.fields().items() if v is not None}}
         prompt = f"{self.system}\n\n{self.prompt}" if self.system and not self.is_raw else self.prompt
         return {**fields, "stream": self.stream is not False, "prompt": prompt, "suffix": self.suffix}
 
@@ -253,7 +253,7 @@ class OllamaEmbed(KeepAlive):
         TEXT_OR_LIST,
     ]
     truncate: bool | None = about("Cut what is too long; default: true.")
-    dimensions: Whole | None = None
+    dimensions: NonNegative | None = None
     options: OllamaOptions | None = ignored()
 
 
@@ -290,9 +290,9 @@ def _with_calls(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:
                 function = {"name": name, "arguments": text}
                 message["tool_calls"].append({"id": call_id, "type": "function", "function": function})
         if each.role == "tool":
-            wanted = (each.tool_call_id, each.tool_name)
-            found = next((call for call in unanswered if wanted[0] == call[0]), None)
-            found = found or next((call for call in unanswered if wanted[1] in (None, call[1])), None)
+            answered = (each.tool_call_id, each.tool_name)
+            found = next((call for call in unanswered if answered[0] == call[0]), None)
+            found = found or next((call for call in unanswered if answered[1] in (None, call[1])), None)
             if found is not None:
                 unanswered.remove(found)
             message["tool_call_id"] = found[0] if found is not None else each.tool_call_id
@@ -354,7 +354,7 @@ async def _answer(request: Request, body: OllamaChat | OllamaGenerate, is_empty:
     server = named_model(request, body.model)
     if is_empty:  # this is how Ollama's clients load a model
         return without_answer(server, body, "load")
-    if (n_ctx := body.wanted.num_ctx) is not None and n_ctx > server.engine.n_ctx:
+    if (n_ctx := body.requested.num_ctx) is not None and n_ctx > server.engine.n_ctx:
         why = f"the context has {server.engine.n_ctx} tokens; serve with --n-ctx {n_ctx}"
         request.app.state.said.ignored_option(request.url.path, "options.num_ctx", why)
     jobs = await read_prompt(request, _jobs, server, body, owner)
@@ -391,7 +391,7 @@ def _jobs(server: ServerState, body: OllamaChat | OllamaGenerate, owner: str) ->
 def _said(
     body: OllamaRequest, text: str, thought: str = "", calls: list[dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """Return the fields for a piece of an answer, or for all of it."""
+    """Return the fields for a text chunk of an answer, or for all of it."""
     more = {"thinking": thought} if thought else {}
     if not isinstance(body, OllamaChat):
         return {"response": text, **more}

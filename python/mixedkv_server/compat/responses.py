@@ -342,10 +342,13 @@ def _function(function: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _format(wanted: TextFormat) -> dict[str, Any]:
-    if wanted.type != "json_schema":
-        return {"type": wanted.type}
-    return {"type": "json_schema", "json_schema": {"name": wanted.name or "schema", "schema": wanted.schema_}}
+def _format(requested: TextFormat) -> dict[str, Any]:
+    if requested.type != "json_schema":
+        return {"type": requested.type}
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": requested.name or "schema", "schema": requested.schema_},
+    }
 
 
 router = APIRouter(route_class=JSONRoute)

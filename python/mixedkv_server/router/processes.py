@@ -224,9 +224,9 @@ class Processes:
             place.expires[""] = time.monotonic() + self._keep_alive
             self._rest(place)
 
-    async def _make_room(self, wanted: ModelPlace) -> None:
+    async def _make_room(self, place: ModelPlace) -> None:
         while True:
-            here = [each for each in self.places if each is not wanted and each.process.runs]
+            here = [each for each in self.places if each is not place and each.process.runs]
             if len(here) < self._max_loaded:
                 return
             idle = [each for each in here if not each.users]

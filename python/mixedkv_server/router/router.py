@@ -34,7 +34,7 @@ from mixedkv.errors import ClosedError, QueueFullError
 from mixedkv.model.gguf_file import ModelFile, read_model_file
 from mixedkv_server.api.info import check_metrics_key
 from mixedkv_server.api_error import ApiError, from_engine
-from mixedkv_server.app import App, all_routes, dress, include_endpoints
+from mixedkv_server.app import App, add_middleware, all_routes, include_endpoints
 from mixedkv_server.compat.ollama import OllamaChat, OllamaGenerate, named_model, without_answer
 from mixedkv_server.fields import Model, Name
 from mixedkv_server.http.json_body import SaidOnce, parse_in_turn
@@ -73,7 +73,7 @@ _OLLAMA: dict[str, type[OllamaChat | OllamaGenerate]] = {
 }
 
 
-class Asked(Model):
+class RoutedFields(Model):
     """The fields of a body that the router reads."""
 
     model: Name | None = None
@@ -100,10 +100,12 @@ class Asked(Model):
 async def forward(request: Request) -> Response:
     """Answer with what the model's process answers, as it comes. The process is started where need be."""
     owner, path = tenant(request), without(request.scope.get("root_path", ""), request.url.path)
-    asked = await _read(request)
-    model = routed(named_model(request, asked.model or request.query_params.get("model"), generates=False))
-    seconds = asked.seconds if path.startswith("/api/") else None
-    if path in _OLLAMA and asked.is_empty and seconds == 0:
+    requested = await _read(request)
+    model = routed(
+        named_model(request, requested.model or request.query_params.get("model"), generates=False)
+    )
+    seconds = requested.seconds if path.startswith("/api/") else None
+    if path in _OLLAMA and requested.is_empty and seconds == 0:
         model.processes.let_go(model.place, owner)
         return without_answer(model, _OLLAMA[path].model_construct(), "unload")
     try:
@@ -188,11 +190,11 @@ class Passed(Response):
 _PER_CONNECTION = (b"connection", b"keep-alive", b"transfer-encoding", b"date", b"x-request-id")
 
 
-async def _read(request: Request) -> Asked:
+async def _read(request: Request) -> RoutedFields:
     body = await request.body()
     if not body:
-        return Asked()
-    return (await parse_in_turn(request, Asked, body, False))[0]
+        return RoutedFields()
+    return (await parse_in_turn(request, RoutedFields, body, False))[0]
 
 
 def _ended(model: RoutedModel) -> ApiError:
@@ -306,7 +308,7 @@ def make_router_app(router: Router) -> FastAPI:
             endpoint = _ROUTER_S.get(route.path, forward)
             app.router.routes.append(_Route(route.path, endpoint, methods=sorted(route.methods or ())))
     include_endpoints(app)  # after those, so that only `_OWN` are reached
-    dress(app, router.settings, router.keys, router.metrics.http)
+    add_middleware(app, router.settings, router.keys, router.metrics.http)
     return app
 
 

@@ -72,7 +72,7 @@ def test_tokens_in_the_middle_are_dropped_and_the_rest_moves_up(llm: Llama) -> N
     tokens = llm.tokenize(note(0, 20)["content"].encode())
     llm.eval(tokens)
     values = llm.kv.layer(3).v()
-    llm.kv.close_gap(0, 8, 40)
+    llm.kv.remove_and_shift(0, 8, 40)
     kept = [*range(8), *range(40, len(tokens))]
     assert llm.input_ids[: llm.n_tokens].tolist() == [tokens[i] for i in kept]
     llm.eval([tokens[0]])
@@ -87,7 +87,7 @@ def test_tokens_in_the_middle_are_dropped_and_the_rest_moves_up(llm: Llama) -> N
 @pytest.mark.parametrize(("begin", "end"), [(-1, 4), (4, 4), (5, 4)])
 def test_ranges_that_are_none(llm: Llama, begin: int, end: int) -> None:
     with pytest.raises(ValueError, match="not a valid range"):
-        llm.kv.close_gap(0, begin, end)
+        llm.kv.remove_and_shift(0, begin, end)
 
 
 # --- long chats ---

@@ -113,9 +113,9 @@ def test_the_written_form_reads_back(setting: KVSetting) -> None:
 
 @given(settings)
 def test_the_full_form_reads_back_and_leaves_the_window_to_no_default(setting: KVSetting) -> None:
-    wanted = parse_kv(setting)
-    assert parse_kv(setting.full_spec) == wanted
-    if isinstance(wanted, MixedKVConfig):
+    expected = parse_kv(setting)
+    assert parse_kv(setting.full_spec) == expected
+    if isinstance(expected, MixedKVConfig):
         keys = {item.partition("=")[0] for item in setting.full_spec.partition(":")[2].split(",")}
         assert keys >= {"cold_k", "cold_v", "threshold", "group", "sinks"}
 

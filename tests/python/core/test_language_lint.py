@@ -10,7 +10,7 @@ import pytest
 from support import REPOSITORY
 
 sys.path.insert(0, str(REPOSITORY / "tests/lint"))
-from check_language import OLD_WORDS, about_docstring, old_words, undocumented
+from check_language import OLD_NAMES, OLD_WORDS, about_docstring, old_names, old_words, undocumented
 
 pytestmark = pytest.mark.core
 
@@ -47,6 +47,17 @@ def test_a_word_that_was_replaced_is_found() -> None:
     word = next(iter(OLD_WORDS))
     assert old_words(f"One.\nThe {word} and a_{word}_of.\n") == [(2, word), (2, word)]
     assert not old_words(f"Less{word}ness.\n")
+
+
+def test_what_other_programs_call_a_piece_stays() -> None:
+    assert old_words("One piece.\n") == [(1, "piece")]
+    assert not old_words('n = llama_token_to_piece(a)\nbody = {"piece": 1, "with_pieces": 2}\n')
+
+
+def test_a_name_with_a_word_that_was_replaced_is_found() -> None:
+    word = next(iter(OLD_NAMES))
+    assert old_names(f"def _{word}_of({word}):\n    return 1\n") == [(1, word), (1, word)]
+    assert not old_names(f'"""What was {word}."""  # {word}\nx = "{word}"\n')
 
 
 def test_a_name_of_the_reference_without_docstring_is_found(

@@ -95,15 +95,15 @@ def test_a_grammar_that_nothing_completes_ends_the_answer(
 
 
 def test_logits_processors(llm: Llama) -> None:
-    (wanted,) = llm.tokenize(b"7", add_bos=False)
+    (expected,) = llm.tokenize(b"7", add_bos=False)
 
     def only_sevens(_tokens: np.ndarray, scores: np.ndarray) -> np.ndarray:
         out = np.full_like(scores, -np.inf)
-        out[wanted] = 0
+        out[expected] = 0
         return out
 
     processors = llama_cpp.LogitsProcessorList([only_sevens])
-    for bias in (None, {wanted: 1.0}):  # llama_cpp would use neither
+    for bias in (None, {expected: 1.0}):  # llama_cpp would use neither
         answer = llm(TEXT, logits_processor=processors, logit_bias=bias, temperature=0.0, max_tokens=5)
         assert answer["choices"][0]["text"] == "77777"
 
@@ -296,8 +296,10 @@ def test_types_without_kv_choose_a_uniform_cache() -> None:
 )
 def test_flash_attention_is_on_where_needed(kv: str, asked: bool | None, got: bool) -> None:
     with open_llama(kv, flash_attn=asked) as llm:
-        wanted = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED if got else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        assert llm.context_params.flash_attn_type == wanted
+        expected = (
+            llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED if got else llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        )
+        assert llm.context_params.flash_attn_type == expected
 
 
 def test_number_of_sequences() -> None:

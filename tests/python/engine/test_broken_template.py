@@ -52,8 +52,8 @@ def test_completions_work_and_chats_say_why_not(llm: Llama) -> None:
 
 
 def test_another_template_or_format_helps(llm: Llama) -> None:
-    wanted = llm.tokenize(b"the lamp", add_bos=False)
-    assert Tokenizer(llm, chat_template=GOOD).encode(MESSAGES)[0][-len(wanted) :] == wanted
+    expected = llm.tokenize(b"the lamp", add_bos=False)
+    assert Tokenizer(llm, chat_template=GOOD).encode(MESSAGES)[0][-len(expected) :] == expected
     by_name = Tokenizer(llm, chat_format="chatml")
     assert by_name.encode(MESSAGES)[0]
     begun = Chat(

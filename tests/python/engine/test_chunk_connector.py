@@ -72,9 +72,9 @@ def bits(answer: tuple[Job, Done]) -> list[Any]:
     return [job.tokens.tolist(), [(each.token, each.logprob) for each in done.logprobs]]
 
 
-def assert_same_answer(answer: tuple[Job, Done], wanted: tuple[Job, Done]) -> None:
+def assert_same_answer(answer: tuple[Job, Done], reference: tuple[Job, Done]) -> None:
     """The same tokens, and probabilities as near as the cuts of a prompt allow, which follow the pace."""
-    (tokens, found), (wanted_tokens, expected) = bits(answer), bits(wanted)
+    (tokens, found), (wanted_tokens, expected) = bits(answer), bits(reference)
     assert tokens == wanted_tokens
     assert [token for token, _ in found] == [token for token, _ in expected]
     assert [p for _, p in found] == pytest.approx([p for _, p in expected], abs=1e-3)

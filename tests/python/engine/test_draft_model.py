@@ -80,7 +80,7 @@ def test_a_bad_one_is_given_up() -> None:
         model = drafted.speculation._model
         assert model is not None
         guess = model.draft
-        model.draft = lambda wanted: asked.extend(n for _, n in wanted) or guess(wanted)  # type: ignore
+        model.draft = lambda expected: asked.extend(n for _, n in expected) or guess(expected)  # type: ignore
         plain, n_plain = answers(drafted, "off")
         found, n_found = answers(drafted, "draft-model")
         assert sum(a == b for a, b in zip(found, plain, strict=True)) >= 3

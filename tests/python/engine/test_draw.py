@@ -90,9 +90,9 @@ def test_shares_are_those_of_the_softmax() -> None:
     logits = np.array([0.0, 1.0, 2.0, -1.0] * 250, np.float32)
     draw = Draw(Sampling(temperature=0.7, seed=3))
     counts = np.bincount([draw.choose(logits) % 4 for _ in range(20_000)], minlength=4)
-    wanted = np.exp(logits[:4] / 0.7)
-    wanted *= counts.sum() / wanted.sum()
-    assert (np.abs(counts - wanted) < 5 * np.sqrt(wanted)).all()
+    expected = np.exp(logits[:4] / 0.7)
+    expected *= counts.sum() / expected.sum()
+    assert (np.abs(counts - expected) < 5 * np.sqrt(expected)).all()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from mixedkv.engine.embed.embedder import Embedder
-from mixedkv.engine.embed.embedding_context import Piece
+from mixedkv.engine.embed.embedding_context import InputSpan
 from mixedkv.engine.schedule.contract import Observer, StepPlan
 from mixedkv.errors import EngineError, QueueFullError
 from mixedkv.work.turns import Limits, TenantLimits, unlimited
@@ -42,7 +42,7 @@ class Engine:
 class Context:
     """Counts tokens by tenant, which the token ids name."""
 
-    n_embd, n_slice, n_seq, n_ctx, in_pieces = N_EMBD, 32, 8, 64, True
+    n_embd, n_slice, n_seq, n_ctx, can_split = N_EMBD, 32, 8, 64, True
 
     def __init__(self) -> None:
         self.tokens: Counter[int] = Counter()
@@ -144,9 +144,9 @@ class Slices(Context):
     def __init__(self, n_slice: int = 8, on_token: Callable[[], object] = lambda: None) -> None:
         super().__init__()
         self.n_slice, self.on_token = n_slice, on_token
-        self.slices: list[list[Piece]] = []
+        self.slices: list[list[InputSpan]] = []
 
-    def evaluate(self, pieces: list[Piece]) -> Any:
+    def evaluate(self, pieces: list[InputSpan]) -> Any:
         self.slices.append(pieces)
         for _ in range(sum(len(piece.tokens) for piece in pieces)):
             self.on_token()

@@ -239,7 +239,7 @@ def test_a_bug_in_one_answer_does_not_stop_the_engine(direct: Direct) -> None:
 
 
 def test_a_failed_evaluation_is_an_error_and_no_end(direct: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct.engine._stepper._batch, "decode", lambda context, kv, wanted: -3)
+    monkeypatch.setattr(direct.engine._stepper._batch, "decode", lambda context, kv, expected: -3)
     _, events = direct.start(make_recall(13, 5).prompt)
     with pytest.raises(EngineError, match="-3"):
         end_of(events)

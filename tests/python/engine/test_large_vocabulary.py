@@ -12,7 +12,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.constrain.constraint import constrain
-from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
+from mixedkv.engine.embed.embedding_context import EmbeddingContext, InputSpan
 from mixedkv.engine.engine import Engine
 from mixedkv.model.gguf_file import read_model_file
 from support.models import zoo
@@ -55,7 +55,7 @@ def llm(large: Path) -> Iterator[Llama]:
 
 
 def vectors(context: EmbeddingContext, texts: list[list[int]]) -> np.ndarray:
-    return context.evaluate([Piece(tokens, 0, True) for tokens in texts])
+    return context.evaluate([InputSpan(tokens, 0, True) for tokens in texts])
 
 
 def test_texts_are_embedded(llm: Llama, large: Path) -> None:

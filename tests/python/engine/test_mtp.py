@@ -78,9 +78,9 @@ def drafted(engine: Engine, prompts: list[list[int]], **options: Any) -> tuple[i
     assert isinstance(head, MtpHead)
     draft, counts = head.draft, [0, 0]
 
-    def watched(wanted: list[tuple[Job, int]]) -> list[list[int]]:
-        made = draft(wanted)
-        for (job, _), tokens in zip(wanted, made, strict=True):
+    def watched(expected: list[tuple[Job, int]]) -> list[list[int]]:
+        made = draft(expected)
+        for (job, _), tokens in zip(expected, made, strict=True):
             right = [after(job.tokens[-1], 1 + i) for i in range(len(tokens))]
             counts[0] += len(tokens)
             counts[1] += sum(a == b for a, b in zip(tokens, right, strict=True))

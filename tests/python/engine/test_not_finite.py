@@ -14,7 +14,7 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.engine import Engine
-from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
+from mixedkv.engine.embed.embedding_context import EmbeddingContext, InputSpan
 from mixedkv.errors import NotFiniteError
 from mixedkv.model.gguf_file import read_model_file
 from support.models import zoo
@@ -68,16 +68,16 @@ def tokens(engine: Engine, text: str, bad: bool = False) -> list[int]:
 
 def test_an_answer_ends_with_the_error_and_others_go_on(engine: Engine) -> None:
     good = tokens(engine, GOOD)
-    wanted = ask(engine, good, reuse=False).text
-    assert wanted
+    expected = ask(engine, good, reuse=False).text
+    assert expected
     beside = ask(engine, good, 40, reuse=False)
     bad = ask(engine, tokens(engine, OTHER, bad=True))
     with pytest.raises(NotFiniteError, match=r"not numbers \(NaN or infinite\)"):
         _ = bad.text
-    assert beside.text.startswith(wanted)  # a neighbour of the same steps
+    assert beside.text.startswith(expected)  # a neighbour of the same steps
     for _ in range(3):  # in the cells that were left
-        assert ask(engine, good, reuse=False).text == wanted
-    assert ask(engine, good).text == wanted
+        assert ask(engine, good, reuse=False).text == expected
+    assert ask(engine, good).text == expected
     assert engine.not_finite.n == 1
     assert not engine.not_finite.is_broken
 
@@ -118,7 +118,7 @@ def test_a_model_that_gives_no_numbers(broken: Path) -> None:
 def test_a_plain_llama_raises_and_goes_on(poison: Path, kv: str) -> None:
     llm = Llama(poison, n_ctx=512, kv=kv, verbose=False, n_threads=1)
     good = llm.tokenize(GOOD.encode())
-    wanted = llm.create_completion(good, max_tokens=8, temperature=0)["choices"][0]["text"]
+    expected = llm.create_completion(good, max_tokens=8, temperature=0)["choices"][0]["text"]
     bad = [*good, bad_token(), *good]
     with pytest.raises(NotFiniteError, match="token"):
         llm.create_completion(bad, max_tokens=8, temperature=0)
@@ -128,7 +128,7 @@ def test_a_plain_llama_raises_and_goes_on(poison: Path, kv: str) -> None:
             list(llm.create_completion(bad, max_tokens=8, stream=stream))
     llm.kv.clear_unused()
     llm.reset()
-    assert llm.create_completion(good, max_tokens=8, temperature=0)["choices"][0]["text"] == wanted
+    assert llm.create_completion(good, max_tokens=8, temperature=0)["choices"][0]["text"] == expected
     llm.close()
 
 
@@ -146,11 +146,11 @@ def test_rows_of_such_values_are_not_exact(poison: Path) -> None:
 
 def test_vectors_of_a_text_are_numbers(poison: Path) -> None:
     llm = Llama(poison, n_ctx=512, embedding=True, verbose=False, n_threads=1)
-    wanted = llm.embed(GOOD)
+    expected = llm.embed(GOOD)
     bad = llm.detokenize([bad_token()]).decode()
     with pytest.raises(NotFiniteError, match="vector"):
         llm.embed(f"{GOOD}{bad} x")
-    np.testing.assert_array_equal(llm.embed(GOOD), wanted)
+    np.testing.assert_array_equal(llm.embed(GOOD), expected)
     llm.close()
 
 
@@ -171,13 +171,13 @@ def test_other_kinds_of_models(tmp_path: Path, kind: str) -> None:
     )
     good = list(range(20, 40))
     with Engine(llm) as engine:
-        wanted = answer_tokens(engine, good)
+        expected = answer_tokens(engine, good)
         beside = ask(engine, good, 24, reuse=False)
         for _ in range(2):
             with pytest.raises(NotFiniteError):
                 _ = ask(engine, [*good[:4], bad, *good[4:]]).text
             for _ in range(4):
-                assert answer_tokens(engine, good) == wanted
+                assert answer_tokens(engine, good) == expected
         assert beside.result().text is not None
     llm.close()
 
@@ -194,15 +194,17 @@ def test_a_text_of_no_numbers_spoils_no_other_vector(poison: Path) -> None:
     context = EmbeddingContext(llm, read_model_file(poison), n_ctx=256)
     good = np.array(llm.tokenize(GOOD.encode()), np.int32)
     bad = np.array([*good[:3], bad_token(), *good[3:]], np.int32)
-    (wanted,) = context.evaluate([Piece(good, 0, True)])
+    (expected,) = context.evaluate([InputSpan(good, 0, True)])
     for _ in range(2):
-        found = context.evaluate([Piece(good, 0, True), Piece(bad, 0, True), Piece(good, 0, True)])
+        found = context.evaluate(
+            [InputSpan(good, 0, True), InputSpan(bad, 0, True), InputSpan(good, 0, True)]
+        )
         assert np.isfinite(found[[0, 2]]).all()
         assert not np.isfinite(found[1]).any()
-        np.testing.assert_allclose(found[[0, 2]], [wanted, wanted], rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(found[[0, 2]], [expected, expected], rtol=1e-3, atol=1e-4)
     # an input in two pieces, of which the first one is spoiled: it stays so, and others go on
-    context.evaluate([Piece(bad, 0, False)])
-    found = context.evaluate([Piece(good, len(bad), True), Piece(good, 0, True)])
+    context.evaluate([InputSpan(bad, 0, False)])
+    found = context.evaluate([InputSpan(good, len(bad), True), InputSpan(good, 0, True)])
     assert not np.isfinite(found[0]).any()
-    np.testing.assert_allclose(found[1], wanted, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(found[1], expected, rtol=1e-3, atol=1e-4)
     llm.close()

@@ -27,12 +27,12 @@ def compiled(compiler: ConstraintCompiler, schema: Any) -> Matcher:
     return compiler.compile(Constraint("json_schema", json.dumps(schema), "schema"))
 
 
-def longest(matcher: Matcher, wanted: bytes) -> str:
+def longest(matcher: Matcher, expected: bytes) -> str:
     """What a model writes that wants the first of these bytes that is allowed, and then the end."""
     text = bytearray()
     while len(text) < 500:
         allowed = matcher.allowed()
-        token = next((byte for byte in wanted if byte in allowed and matcher.allows(byte)), None)
+        token = next((byte for byte in expected if byte in allowed and matcher.allows(byte)), None)
         if token is None:
             if END in allowed:
                 return text.decode()
@@ -57,9 +57,9 @@ def longest(matcher: Matcher, wanted: bytes) -> str:
         {"type": "array", "items": {"type": "number"}, "maxItems": 2},
     ],
 )
-@pytest.mark.parametrize("wanted", [b"-1234567890.[]", b"[-.eE+9876543210]", b"[0.3]", b"[-9e+9]"])
-def test_a_number_ends(bytewise: ConstraintCompiler, schema: Any, wanted: bytes) -> None:
-    text = longest(compiled(bytewise, schema), wanted)
+@pytest.mark.parametrize("expected", [b"-1234567890.[]", b"[-.eE+9876543210]", b"[0.3]", b"[-9e+9]"])
+def test_a_number_ends(bytewise: ConstraintCompiler, schema: Any, expected: bytes) -> None:
+    text = longest(compiled(bytewise, schema), expected)
     assert len(text) <= 100
     json.loads(text)
 

@@ -21,7 +21,7 @@ from mixedkv.engine.schedule.request import Request
 from mixedkv.errors import ContextLengthError
 from mixedkv.llama import Llama
 from mixedkv.prefix.sequences import Sequence
-from mixedkv.prompts.overflow import NOWHERE, Gap, LongPrompt, budget, cut, head_of
+from mixedkv.prompts.overflow import NOWHERE, DroppedTokens, LongPrompt, budget, cut, head_of
 from mixedkv.prompts.prompt_lookup import PromptLookup
 from mixedkv.store import KVStore
 from mixedkv.tokens import common_prefix
@@ -106,9 +106,9 @@ def test_of_a_long_prompt_only_what_can_stay_is_looked_at(n: int) -> None:
     long = LongPrompt(whole.prompt, 10, N_CTX, np.array(everywhere), everywhere)
     whole.leave_out(long, long.to_drop())
     assert (job.tokens, job.boundaries) == (whole.tokens, whole.boundaries)
-    assert job.gap is not None
-    assert (job.gap.begin, job.gap.n) == (10, long.to_drop())
-    assert job.gap.is_of(whole.long.tokens if whole.long is not None else whole.prompt)
+    assert job.dropped_tokens is not None
+    assert (job.dropped_tokens.begin, job.dropped_tokens.n) == (10, long.to_drop())
+    assert job.dropped_tokens.is_of(whole.long.tokens if whole.long is not None else whole.prompt)
 
 
 def test_what_goes_ends_where_a_message_begins() -> None:
@@ -122,10 +122,10 @@ def test_what_goes_ends_where_a_message_begins() -> None:
 
 def test_a_gap_knows_what_is_missing() -> None:
     tokens = np.arange(100, dtype=np.int32)
-    gap = Gap(4).wider(tokens[4:20]).wider(tokens[20:30])
-    assert gap.n == 26
-    assert gap.is_of(tokens)
-    assert not gap.is_of(np.concatenate([tokens[:29], tokens[30:]]))
+    dropped = DroppedTokens(4).wider(tokens[4:20]).wider(tokens[20:30])
+    assert dropped.n == 26
+    assert dropped.is_of(tokens)
+    assert not dropped.is_of(np.concatenate([tokens[:29], tokens[30:]]))
 
 
 # --- chats ---
@@ -220,7 +220,7 @@ def test_an_answer_goes_on_beyond_the_context(direct: Direct) -> None:
             if len(held) == N_CTX:
                 starts = direct.engine.tokenizer.message_starts(np.array(held, np.int32))
                 at = at or head_of(starts, N_CTX)
-                llm.kv.close_gap(0, at, cut(N_CTX, at, N_CTX, starts))
+                llm.kv.remove_and_shift(0, at, cut(N_CTX, at, N_CTX, starts))
             llm.eval([token])
         assert agree > 0.98 * len(chosen)
 
@@ -266,7 +266,8 @@ def slid(direct: Direct, first: int) -> tuple[list[Message], Sequence]:
         messages.append(assistant(text))
         if job.n_dropped and not job.exact:
             break
-    return messages, next(seq for seq in held(direct) if seq.assembled and seq.gap == job.gap)
+    own = (seq for seq in held(direct) if seq.assembled and seq.dropped_tokens == job.dropped_tokens)
+    return messages, next(own)
 
 
 @pytest.mark.parametrize("reuse", ["exact", "prefix", True])
@@ -308,7 +309,7 @@ def test_rows_that_others_have_too_are_copied(direct: Direct) -> None:
     values = direct.llm.kv.layer(2).v(seq.id)
     used = direct.call(lambda: direct.engine.pool.used)
     assert other.n_cached == len(tokens)
-    assert direct.call(lambda: direct.engine.pool.close_gap(seq, 4, 60))
+    assert direct.call(lambda: direct.engine.pool.remove_and_shift(seq, 4, 60))
     assert direct.call(lambda: direct.engine.pool.used) == used + 150 - 60
     assert seq.tokens.tolist() == [*tokens[:4], *tokens[60:], *range(20, 70)]
     moved = direct.llm.kv.layer(2).v(seq.id)  # V does not turn with the position
@@ -328,7 +329,7 @@ def test_an_answer_beside_a_slide_is_the_same(direct: Direct) -> None:
         (idle,) = held(direct)
         job, events = direct.start(text, 40, n_logprobs=30, ignore_end=True)
         if moves:
-            direct.call(lambda: direct.engine.pool.close_gap(idle, 4, 60))
+            direct.call(lambda: direct.engine.pool.remove_and_shift(idle, 4, 60))
         else:  # the same cells become free
             direct.call(lambda: direct.llm.kv.remove(idle.id, 4, 60))
         done = end_of(events)

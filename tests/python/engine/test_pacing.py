@@ -21,9 +21,9 @@ def test_the_slice_of_prompts_settles_where_steps_are_as_slow_as_they_may_be(tok
         n = pace.budget(4)
         pace.observe(4, n, 0.010 + n * token_s)
         slices.append(n)
-    wanted = 0.010 / token_s
+    expected = 0.010 / token_s
     settled = [n for n in slices[500:] if n]
-    assert 0.7 * wanted < sum(settled) / len(settled) < 1.2 * wanted
+    assert 0.7 * expected < sum(settled) / len(settled) < 1.2 * expected
     assert 0.01 < slices.count(0) / len(slices) < 0.05  # to know what a step takes without prompts
 
 

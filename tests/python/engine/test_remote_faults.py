@@ -95,11 +95,11 @@ def check(
         line = Line(port)
         stack.callback(line.close)
         values: list[dict[bytes, bytes]] = []
-        wanted: list[str] = []
+        expected: list[str] = []
         with ExitStack() as first:
             writer = One(first, f"redis://127.0.0.1:{port}/0?timeout=20", seed)
             for number in range(n):
-                wanted.append(writer.text(number)[0])
+                expected.append(writer.text(number)[0])
                 wait_for(lambda: not writer.connector.stats()["waiting_to_be_stored"])
                 assert writer.store._remote is not None
                 assert writer.store._remote.flush(60)
@@ -127,7 +127,7 @@ def check(
                             killer.start()
                         text, tier = one.text(number)
                         line.mode = "open"
-                        assert text == wanted[number], (name, number, fault)
+                        assert text == expected[number], (name, number, fault)
                         tiers[fault] += tier == "remote"
                         if fault == "killed":
                             killer.join()

@@ -14,7 +14,7 @@ from mixedkv.kv.checkpoint import Checkpoint
 from mixedkv.kv.rows import APPROXIMATE, COMPUTED, Validities
 from mixedkv.prefix.checkpoints import CheckpointLimits
 from mixedkv.prefix.sequences import NO_MATCH, Sequence, SequenceMatch, SequencePool
-from mixedkv.prompts.overflow import Gap, LongPrompt
+from mixedkv.prompts.overflow import DroppedTokens, LongPrompt
 from mixedkv.work.turns import TenantLimits
 
 pytestmark = pytest.mark.core
@@ -33,7 +33,7 @@ class FakeMemory:
         self.lost: set[int] = set()  # sequences whose windows went
         self.refuses = False
         self.short: dict[int, int] = {}
-        self.resting: set[int] = set()
+        self.released: set[int] = set()
 
     def remove(self, seq: int, p0: int = 0) -> None:
         self.calls.append(("rm", seq, p0))
@@ -58,11 +58,11 @@ class FakeMemory:
     def holds(self, seq: int, n: int) -> bool:
         return seq not in self.lost
 
-    def rest(self, seq: int) -> None:
-        self.resting.add(seq)
+    def release_hot_rows(self, seq: int) -> None:
+        self.released.add(seq)
 
-    def wake(self, seq: int) -> None:
-        self.resting.discard(seq)
+    def hold_hot_rows(self, seq: int) -> None:
+        self.released.discard(seq)
 
 
 F16 = CutRule()
@@ -319,12 +319,12 @@ def test_f16_rows_of_idle_sequences_are_free_until_they_go_on() -> None:
     for seq in (exact, short):
         memory.lengths[seq.id] = 50
         pool.save(seq)
-        assert seq.id not in memory.resting
+        assert seq.id not in memory.released
         pool.release(seq)
         pool.save(seq)
-    assert memory.resting == {exact.id, short.id}
+    assert memory.released == {exact.id, short.id}
     assert run(pool, tokens(0, 80), release=False) is exact
-    assert memory.resting == {short.id}
+    assert memory.released == {short.id}
 
 
 def test_nothing_is_found_of_another_tenant() -> None:
@@ -388,15 +388,19 @@ def test_a_paused_sequence_goes_back_as_far_as_it_may() -> None:
 def test_long_prompts_are_told_apart_by_what_is_there_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is missing in a sequence is read where nothing else says no: it may be millions of tokens."""
     hashed: list[int] = []
-    is_of = Gap.is_of
-    monkeypatch.setattr(Gap, "is_of", lambda gap, whole: hashed.append(len(whole)) or is_of(gap, whole))
+    is_of = DroppedTokens.is_of
+    monkeypatch.setattr(
+        DroppedTokens,
+        "is_of",
+        lambda part, whole: hashed.append(len(whole)) or is_of(part, whole),
+    )
     pool, rng = make_pool()[0], np.random.default_rng(0)
     prompts = [rng.integers(0, 999, 5000).astype(np.int32) for _ in range(2)]
     longs = [LongPrompt(prompt, 4, 512) for prompt in prompts]
     seq = pool.acquire("", NO_MATCH)
     assert seq is not None
     n = longs[0].to_drop()
-    seq.gap = longs[0].gap(n)
+    seq.dropped_tokens = longs[0].dropped_tokens(n)
     seq.tokens.extend(longs[0].without(n).tolist())
     pool.release(seq)
     assert pool.match_long("", longs[1])[0].n == 0

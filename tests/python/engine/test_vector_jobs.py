@@ -110,6 +110,6 @@ def test_hidden_states_nobody_computed_are_told() -> None:
     with pytest.raises(RowsGoneError):
         _ = _job(3, 3, n_hidden=2).hidden
     job = _job(3, 3, n_hidden=1)
-    job._pieces.append(np.full(WIDTH, np.nan, np.float32))
+    job._parts.append(np.full(WIDTH, np.nan, np.float32))
     with pytest.raises(NotFiniteError, match="hidden states"):
         _ = job.hidden

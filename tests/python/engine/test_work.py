@@ -73,14 +73,14 @@ def test_what_takes_more_than_it_may_is_ended(workers: TaskProcesses, tasks: Pat
     assert workers.call(task(tasks, "echo"), {}, b"ab")[1] == b"ba"
 
 
-def _in_a_thread(work: Work, workers: TaskProcesses, wanted: Task, fields: dict[str, Any]) -> list[Any]:
+def _in_a_thread(work: Work, workers: TaskProcesses, expected: Task, fields: dict[str, Any]) -> list[Any]:
     """What the work raises, once it has."""
     raised: list[Any] = []
 
     def run() -> None:
         try:
             with at(work):
-                workers.call(wanted, fields)
+                workers.call(expected, fields)
         except BaseException as error:
             raised.append(error)
 

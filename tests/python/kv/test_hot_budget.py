@@ -154,7 +154,7 @@ def test_a_sequence_that_rests_goes_first_until_it_is_evaluated_again(open_ctx) 
     ctx = open_ctx("llama-64", KV, **SIX)
     for seq in (0, 1):
         ctx.decode(tokens[:60], seq_ids=seq)
-    ctx.rest(1)  # the one that was evaluated last
+    ctx.release_hot_rows(1)  # the one that was evaluated last
     assert hot(ctx, 1) == window(60)
     ctx.decode(tokens[:60], seq_ids=2)
     assert [hot(ctx, seq) for seq in (0, 2)] == [window(60)] * 2
@@ -162,7 +162,7 @@ def test_a_sequence_that_rests_goes_first_until_it_is_evaluated_again(open_ctx) 
     assert ctx.short_from(2) == -1
     ctx.rm(1)
     ctx.decode(tokens[:20], seq_ids=1)
-    ctx.rest(2)
+    ctx.release_hot_rows(2)
     step(ctx, [2])  # it runs again
     ctx.decode(tokens[20:60], list(range(20, 60)), [[1]] * 40)
     assert recent(ctx, 2)[-PAGE:] == list(range(61 - PAGE, 61))
@@ -172,8 +172,8 @@ def test_a_sequence_that_wakes_keeps_its_rows_while_others_are_evaluated_before_
     ctx = open_ctx("llama-64", KV, **SIX)
     for seq in (0, 1):
         ctx.decode(tokens[:60], seq_ids=seq)
-        ctx.rest(seq)
-    ctx.wake(1)
+        ctx.release_hot_rows(seq)
+    ctx.hold_hot_rows(1)
     ctx.decode(tokens[:60], seq_ids=2)  # takes the pages of the one that still rests
     assert [hot(ctx, seq) for seq in (1, 2)] == [window(60)] * 2
     assert len(recent(ctx, 0)) < PAGE

@@ -46,8 +46,8 @@ def test_a_completion_goes_on_where_it_can(name: str, kv: str, zoo_path: Callabl
         assert llm.kv.longest_cut(0, 200) < 200
         llm.create_completion(second, max_tokens=1, temperature=0.0)
         fresh.eval(second)
-        got, wanted = logits(llm), logits(fresh)
-        assert np.abs(got - wanted).max() < 0.1
+        got, expected = logits(llm), logits(fresh)
+        assert np.abs(got - expected).max() < 0.1
         assert llm.kv.exact_tokens == llm.n_tokens >= len(second)
 
 

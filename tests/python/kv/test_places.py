@@ -113,12 +113,12 @@ def compare(path: Path, kv: str, n_prompts: int, *, beside: bool, seed: int = 0,
             tokens = rng.choices(range(1, used.n_vocab()), k=rng.choice([20, 100, 300, 600]))
             steps = steps_of(rng, len(tokens))
             fresh.kv.clear()
-            wanted = last_logits(fresh, tokens, steps, None)
+            expected = last_logits(fresh, tokens, steps, None)
             got = last_logits(used, tokens, steps, rng if beside else None)
             is_exact = used.kv.exact(0, tokens) == len(tokens)
             n_exact += is_exact
-            if is_exact and not np.array_equal(got.view(np.uint32), wanted.view(np.uint32)):
-                found.append(f"prompt {prompt}, steps {steps}: off by {np.abs(got - wanted).max()}")
+            if is_exact and not np.array_equal(got.view(np.uint32), expected.view(np.uint32)):
+                found.append(f"prompt {prompt}, steps {steps}: off by {np.abs(got - expected).max()}")
     assert found == []
     assert n_exact >= n_prompts / 4
 

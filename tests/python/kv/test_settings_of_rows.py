@@ -79,8 +79,8 @@ def cross(path: Path, adapters: Adapters | None, one: Settings, other: Settings,
         assert (got.n_tokens > 0) <= (a.kv.row_setting == c.kv.row_setting)
         if got.n_tokens:
             assert b.kv.exact(0, tokens[: got.n_tokens]) == got.n_tokens
-            wanted = {name: each[: got.n_tokens] for name, each in read_all(c, N).items()}
-            assert furthest(read_all(b, got.n_tokens), wanted) <= ROUNDING, f"{one} in {other}"
+            expected = {name: each[: got.n_tokens] for name, each in read_all(c, N).items()}
+            assert furthest(read_all(b, got.n_tokens), expected) <= ROUNDING, f"{one} in {other}"
         if not n and same:
             return "same rows, not vouched for"
         return "vouched for" if n else "approximate"

@@ -65,8 +65,8 @@ def test_a_conversation_goes_on_in_another_process(environ: dict[str, str]) -> N
     system = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION}]
     body: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
     with running("--n-ctx", "2048") as server:
-        wanted = server.post("/v1/chat/completions", {**body, "messages": system})
-        text = wanted["choices"][0]["message"]["content"]
+        expected = server.post("/v1/chat/completions", {**body, "messages": system})
+        text = expected["choices"][0]["message"]["content"]
         assert first == text + "\n"
         turns = [*system, {"role": "assistant", "content": text}, {"role": "user", "content": "And the key?"}]
         then = server.post("/v1/chat/completions", {**body, "messages": turns})
@@ -74,7 +74,7 @@ def test_a_conversation_goes_on_in_another_process(environ: dict[str, str]) -> N
     logged = json.loads(tool(environ, "logs", "--json", "-n", "2"))
     assert {each["model"] for each in logged} == {NAME}
     old, new = sorted(logged, key=lambda each: str(each["datetime_utc"]))
-    assert old["input_tokens"] == wanted["usage"]["prompt_tokens"]
+    assert old["input_tokens"] == expected["usage"]["prompt_tokens"]
     cached = new["token_details"]
     cached = json.loads(cached) if isinstance(cached, str) else cached
     assert cached["cached_tokens"] >= old["input_tokens"]  # of the disk: the first process is gone

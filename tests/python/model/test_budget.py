@@ -79,13 +79,13 @@ def test_many_sequences_have_shorter_windows() -> None:
     with pytest.raises(ValueError, match="raise the budget") as refused:
         for_budget(shape, 8192, 1, n_seq=20)
     least = parse_size(str(refused.value).split("takes ")[1].split(":")[0])
-    wanted = (1, 1.05, 1.15, 1.43)
-    chosen = [for_budget(shape, 8192, round(least * x), n_seq=20) for x in wanted]
+    expected = (1, 1.05, 1.15, 1.43)
+    chosen = [for_budget(shape, 8192, round(least * x), n_seq=20) for x in expected]
     windows = [kv.window.threshold for kv in chosen]
     assert windows == sorted(windows)
     assert (windows[0], windows[-1]) == (0, 64)
     assert all(
-        footprint(shape, kv, 8192, 20).bytes <= x * least for kv, x in zip(chosen, wanted, strict=True)
+        footprint(shape, kv, 8192, 20).bytes <= x * least for kv, x in zip(chosen, expected, strict=True)
     )
 
 

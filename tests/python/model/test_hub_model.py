@@ -75,9 +75,9 @@ def test_an_encoder_comes_with_its_model(tmp_path: Path) -> None:
     encoder = write_projector("mlp", width, tmp_path).read_bytes()
     (tmp_path / "a.png").write_bytes(png())
     files = {"m-Q8_0.gguf": MODEL, "mmproj-m-F16.gguf": encoder, "mmproj-m-Q8_0.gguf": SMALL}
-    asked = ["run", "-m", "me/seeing", "--image", str(tmp_path / "a.png"), "What?", "-n", "4", "-c", "512"]
+    requests = ["run", "-m", "me/seeing", "--image", str(tmp_path / "a.png"), "What?", "-n", "4", "-c", "512"]
     with local_hub({"me/seeing": files}) as hub:
-        assert mixedkv(hub, tmp_path, *asked)[0].strip()
+        assert mixedkv(hub, tmp_path, *requests)[0].strip()
         assert len(hub.downloads()) == 2
         path = mixedkv(hub, tmp_path, "pull", "me/seeing", offline=True)[0].strip()
         found = encoder_beside(Path(path))
@@ -87,10 +87,11 @@ def test_an_encoder_comes_with_its_model(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_every_door_takes_the_name(hub: LocalHub, tmp_path: Path) -> None:
-    asked = ["run", "-m", "hf:me/tiny", "-p", "On Monday", "-n", "8", "--temp", "0", "--n-ctx", "256"]
-    text, _ = mixedkv(hub, tmp_path, *asked)
+    requests = ["run", "-m", "hf:me/tiny", "-p", "On Monday", "-n", "8", "--temp", "0", "--n-ctx", "256"]
+    text, _ = mixedkv(hub, tmp_path, *requests)
     assert (
-        text == mixedkv(hub, tmp_path, *[each.replace("hf:me/tiny", str(model_path())) for each in asked])[0]
+        text
+        == mixedkv(hub, tmp_path, *[each.replace("hf:me/tiny", str(model_path())) for each in requests])[0]
     )
     code = """
 from mixedkv import Llama
@@ -210,10 +211,10 @@ def test_what_cannot_be_had_is_said(hub: LocalHub, tmp_path: Path, name: str, sa
 
 def test_what_is_in_the_cache_needs_no_hub(hub: LocalHub, tmp_path: Path) -> None:
     mixedkv(hub, tmp_path, "pull", "me/many:a-Q8_0.gguf")
-    hub.asked.clear()
+    hub.requests.clear()
     for name in ("hf:me/many:a-Q8_0.gguf", "hf:me/many:q8_0"):
         assert "error" in mixedkv(hub, tmp_path, "info", "-m", name, code=2)[1]  # it is no model
-    assert hub.asked == []
+    assert hub.requests == []
 
 
 def test_without_a_hub_the_reason_is_said(tmp_path: Path, hub: LocalHub) -> None:
@@ -223,7 +224,7 @@ def test_without_a_hub_the_reason_is_said(tmp_path: Path, hub: LocalHub) -> None
 
 
 @pytest.mark.parametrize(
-    ("files", "wanted", "file"),
+    ("files", "expected", "file"),
     [
         (FILES, "", "a-Q4_K_M.gguf"),
         (FILES, "q8_0", "a-Q8_0.gguf"),
@@ -232,8 +233,8 @@ def test_without_a_hub_the_reason_is_said(tmp_path: Path, hub: LocalHub) -> None
         (SPLIT, "Q8_0", SPLIT[0]),
     ],
 )
-def test_the_file_that_was_meant(files: list[str], wanted: str, file: str) -> None:
-    assert choose(files, wanted, f"hf:me/a:{wanted}") == file
+def test_the_file_that_was_meant(files: list[str], expected: str, file: str) -> None:
+    assert choose(files, expected, f"hf:me/a:{expected}") == file
 
 
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

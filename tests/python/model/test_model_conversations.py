@@ -67,8 +67,8 @@ def talk(path: Path, kv: str, store: Path, seed: int) -> tuple[dict[str, Any], l
     return task, [answer for _, answer in done]
 
 
-def check_restored(task: dict[str, Any], answers: list[Answered], wanted: list[Answered]) -> None:
-    for tokens, answer, want in zip(task["prompts"], answers, wanted, strict=True):
+def check_restored(task: dict[str, Any], answers: list[Answered], expected: list[Answered]) -> None:
+    for tokens, answer, want in zip(task["prompts"], answers, expected, strict=True):
         assert answer.same(want)
         assert len(tokens) - answer.cached <= N_TURN + N_NEW + 30
 
@@ -96,8 +96,8 @@ def test_a_conversation(talks: Callable[..., Any], name: str, kv: str) -> None:
 @pytest.mark.nightly
 def test_all_of_them_from_the_disk_in_a_new_process(talks: Callable[..., Any]) -> None:
     had = [talks(name, kv) for name, kv in KINDS]
-    for answers, (task, wanted) in zip(in_new_process([task for task, _ in had]), had, strict=True):
-        check_restored(task, answers, wanted)
+    for answers, (task, expected) in zip(in_new_process([task for task, _ in had]), had, strict=True):
+        check_restored(task, answers, expected)
 
 
 @pytest.mark.slow
@@ -106,5 +106,5 @@ def test_many_conversations(zoo_path: Callable[[str], Path], tmp_path: Path, nam
     """Fifty with CONVERSATIONS=50, which takes a minute a kind."""
     n = int(os.environ.get("CONVERSATIONS", "5"))
     had = [talk(zoo_path(name), kv, tmp_path / str(seed), seed) for seed in range(n)]
-    for answers, (task, wanted) in zip(in_new_process([task for task, _ in had]), had, strict=True):
-        check_restored(task, answers, wanted)
+    for answers, (task, expected) in zip(in_new_process([task for task, _ in had]), had, strict=True):
+        check_restored(task, answers, expected)

@@ -138,11 +138,11 @@ def test_columns_that_go_to_experts_have_the_bits_of_a_product_with_each(
             if shared:
                 column //= experts.shape[1]
             rows = experts[:, :, None] * n_rows + np.arange(n_rows)
-            wanted = out[f"{name} {N_ROUTED} 1"][column[:, :, None], rows]
+            expected = out[f"{name} {N_ROUTED} 1"][column[:, :, None], rows]
             for kind in ("routed", "routed repacked"):
                 case = f"{name} {kind} {shared} {n_tokens} {n_threads}"
                 if kind == "routed" or case in out:
-                    np.testing.assert_array_equal(out[case], wanted)
+                    np.testing.assert_array_equal(out[case], expected)
                     assert relative_error(out[case], stock[case]) < 0.03
 
 

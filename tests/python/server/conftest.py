@@ -35,10 +35,10 @@ def new_page(browser: Any) -> Iterator[Callable[..., Any]]:
         page = contexts[-1].new_page()
         page.set_default_timeout(1000 * PATIENCE)
         expect.set_options(timeout=1000 * PATIENCE)
-        page.noise, page.asked = [], []
+        page.noise, page.requested = [], []
         page.on("console", lambda message: page.noise.append(message.text))
         page.on("pageerror", lambda error: page.noise.append(str(error)))
-        page.on("request", lambda request: page.asked.append(request.url))
+        page.on("request", lambda request: page.requested.append(request.url))
         return page
 
     yield new

@@ -63,17 +63,17 @@ def _change(route: Any, change: dict[str, Any]) -> None:
 
 def says(page: Any, *deltas: dict[str, Any], reason: str = "stop", usage: Any = USAGE) -> list[Any]:
     """Have these answered from now on; the bodies of requests."""
-    asked: list[Any] = []
+    requested: list[Any] = []
     chunks: list[Any] = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
     chunks += [{"choices": [{"delta": {}, "finish_reason": reason}]}, {"choices": [], "usage": usage}]
     text = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
 
     def answer(route: Any) -> None:
-        asked.append(route.request.post_data_json)
+        requested.append(route.request.post_data_json)
         route.fulfill(body=text, content_type="text/event-stream")
 
     page.route(CHAT, answer)
-    return asked
+    return requested
 
 
 def ask(page: Any, text: str, n_answers: int = 1) -> None:
@@ -116,7 +116,7 @@ def test_a_chat_is_kept_and_its_tokens_are_not_evaluated_again(server: Server, o
     page.go_back()
     ended(page, 2)
     assert page.noise == []
-    assert {url.split("/")[2] for url in page.asked} == {server.url.split("/")[2]}
+    assert {url.split("/")[2] for url in page.requested} == {server.url.split("/")[2]}
 
 
 def test_stop_ends_the_work_and_keeps_the_text(server: Server, open_page: OpenPage) -> None:
@@ -150,7 +150,7 @@ def test_a_reload_keeps_what_an_answer_had(server: Server, open_page: OpenPage) 
 @pytest.mark.nightly
 def test_an_edit_begins_a_branch(server: Server, open_page: OpenPage) -> None:
     page = open_page(server)
-    asked = says(page, {"content": "One."})
+    requested = says(page, {"content": "One."})
     ask(page, "First")
     ask(page, "Second", 2)
     page.locator("article.user >> text=Edit").last.click()
@@ -158,7 +158,7 @@ def test_an_edit_begins_a_branch(server: Server, open_page: OpenPage) -> None:
     page.keyboard.press("Enter")
     playwright.expect(page.locator("article.user > .body").last).to_have_text("Second, edited")
     ended(page, 2)
-    assert [m["content"] for m in asked[-1]["messages"]] == ["First", "One.", "Second, edited"]
+    assert [m["content"] for m in requested[-1]["messages"]] == ["First", "One.", "Second, edited"]
     assert "1,204 tokens from cache" in note(page)
     last = page.locator("article.user").last
     playwright.expect(last).to_contain_text("2 of 2")
@@ -168,7 +168,7 @@ def test_an_edit_begins_a_branch(server: Server, open_page: OpenPage) -> None:
     playwright.expect(page.locator("article.user > .body").last).to_have_text("Second")
     page.locator("article.assistant [aria-label='Regenerate this answer']").last.click()
     playwright.expect(page.locator("article.assistant").last).to_contain_text("2 of 2")
-    assert [m["content"] for m in asked[-1]["messages"]] == ["First", "One.", "Second"]
+    assert [m["content"] for m in requested[-1]["messages"]] == ["First", "One.", "Second"]
 
 
 @pytest.mark.nightly
@@ -232,7 +232,7 @@ def test_hostile_output_is_text(server: Server, open_page: OpenPage) -> None:
     ]
     assert page.evaluate("window.ran === undefined")
     assert page.noise == []
-    assert {url.split("/")[2] for url in page.asked} == {server.url.split("/")[2]}
+    assert {url.split("/")[2] for url in page.requested} == {server.url.split("/")[2]}
     assert "<img src=x onerror=" in answer_text(page)
 
 
@@ -293,17 +293,17 @@ def test_a_call_of_a_tool_is_shown_and_answered(server: Server, open_page: OpenP
     page.click("dialog >> text=Done")
     begun = {"index": 0, "id": "call-1", "function": {"name": "weather", "arguments": '{"city": '}}
     more = {"index": 0, "function": {"arguments": '"Rome"}'}}
-    asked = says(page, {"tool_calls": [begun]}, {"tool_calls": [more]}, reason="tool_calls")
+    requested = says(page, {"tool_calls": [begun]}, {"tool_calls": [more]}, reason="tool_calls")
     ask(page, "How warm is it?")
-    assert asked[0]["messages"][0] == {"role": "system", "content": "Be short."}
-    assert (asked[0]["tools"], asked[0]["temperature"]) == ([tool], 0.5)
+    assert requested[0]["messages"][0] == {"role": "system", "content": "Be short."}
+    assert (requested[0]["tools"], requested[0]["temperature"]) == ([tool], 0.5)
     assert "calls weather" in page.locator("article.assistant").inner_text()
     assert '{"city": "Rome"}' in page.locator("article.assistant").inner_text()
     assert page.get_attribute("#text", "placeholder") == "Result of weather"
-    asked = says(page, {"content": "It is warm."})
+    requested = says(page, {"content": "It is warm."})
     ask(page, "31 degrees", 2)
-    assert [m["role"] for m in asked[0]["messages"]] == ["system", "user", "assistant", "tool"]
-    assert asked[0]["messages"][-1] == {"role": "tool", "tool_call_id": "call-1", "content": "31 degrees"}
+    assert [m["role"] for m in requested[0]["messages"]] == ["system", "user", "assistant", "tool"]
+    assert requested[0]["messages"][-1] == {"role": "tool", "tool_call_id": "call-1", "content": "31 degrees"}
 
 
 @pytest.mark.nightly
@@ -326,10 +326,10 @@ def test_an_error_is_shown_and_the_next_try_works(server: Server, open_page: Ope
     )
     ask(page, "First")
     assert "The queue is full." in note(page)
-    asked = says(page, {"content": "Now."})
+    requested = says(page, {"content": "Now."})
     page.click("article.assistant [aria-label='Regenerate this answer']")
     playwright.expect(page.locator("article.assistant > .body").first).to_have_text("Now.")
-    assert [m["content"] for m in asked[0]["messages"]] == ["First"]
+    assert [m["content"] for m in requested[0]["messages"]] == ["First"]
 
 
 def test_a_key_is_asked_for(tmp_path: Path, open_page: OpenPage) -> None:
@@ -378,9 +378,9 @@ def test_a_base_model_continues_the_text(open_page: OpenPage, zoo_path: Callable
         page.fill("#max_tokens", "4")
         page.click("#settings button.main")
         page.fill("#text", "On Monday")
-        with page.expect_request("**/v1/completions") as asked:
+        with page.expect_request("**/v1/completions") as requested:
             page.click("#send")
-        assert asked.value.post_data_json["prompt"] == "On Monday"
+        assert requested.value.post_data_json["prompt"] == "On Monday"
         page.wait_for_selector("text=4 tokens")
         assert not page.noise
 
@@ -399,7 +399,7 @@ def attach_text(page: Any, name: str, text: str) -> None:
 @pytest.mark.nightly
 def test_texts_are_attached_and_long_pastes_become_such(server: Server, open_page: OpenPage) -> None:
     page = open_page(server)
-    asked = says(page, {"content": "Seen."})
+    requested = says(page, {"content": "Seen."})
     attach_text(page, "notes.md", "# The mill\n\nIts code is 4817.")
     pasted = "A line of a log.\n" * 400
     page.evaluate(
@@ -417,7 +417,7 @@ def test_texts_are_attached_and_long_pastes_become_such(server: Server, open_pag
         "Pasted text (401 lines) ✕",
     ]
     ask(page, "What is the code?")
-    assert asked[0]["messages"][0]["content"] == (
+    assert requested[0]["messages"][0]["content"] == (
         f"notes.md:\n\n# The mill\n\nIts code is 4817.\n\nPasted text:\n\n{pasted}\n\nWhat is the code?"
     )
     shown = page.locator("article.user")
@@ -500,10 +500,10 @@ def test_sampling_is_asked_for_and_the_context_is_measured(server: Server, open_
     page.fill("#top_p", "0.9")
     page.fill("#seed", "7")
     page.click("dialog >> text=Done")
-    asked = says(page, {"content": "One."})
+    requested = says(page, {"content": "One."})
     assert not page.is_visible("#used")
     ask(page, "First")
-    assert (asked[0]["top_p"], asked[0]["seed"]) == (0.9, 7)
+    assert (requested[0]["top_p"], requested[0]["seed"]) == (0.9, 7)
     playwright.expect(page.locator("#tokens")).to_have_text("1,307 of 65,536 tokens")
     assert page.evaluate("document.getElementById('meter').value") == 1307
     page.click("#open-settings")

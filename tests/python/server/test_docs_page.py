@@ -38,12 +38,14 @@ def test_it_shows_every_endpoint_and_loads_from_the_server_alone(
 ) -> None:
     page = open_page(f"{server.url}{root}/docs")
     paths = server.request("GET", "/openapi.json")[1]["paths"]
-    wanted = [
+    expected = [
         f"{method}-{path}" for path, methods in paths.items() for method in _METHODS if method in methods
     ]
-    assert sorted(page.evaluate("[...document.querySelectorAll('details')].map(e => e.id)")) == sorted(wanted)
+    assert sorted(page.evaluate("[...document.querySelectorAll('details')].map(e => e.id)")) == sorted(
+        expected
+    )
     assert page.noise == []
-    assert set(page.asked) == {
+    assert set(page.requested) == {
         f"{server.url}{root}/{path}" for path in ("docs", "page/docs.css", "page/docs.js", "openapi.json")
     }
 

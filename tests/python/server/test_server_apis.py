@@ -333,12 +333,12 @@ def one_place() -> Iterator[Server]:
 def test_a_stream_says_how_far_its_prompt_is(one_place: Server, path: str, body: dict[str, Any]) -> None:
     """It waits for another request, so that there is time to say it however fast a machine is."""
     endless = {"prompt": "Once", "max_tokens": 12_000, "ignore_eos": True, "stream": True}
-    wanted = {**body, "stream": True, "return_progress": True}
+    expected = {**body, "stream": True, "return_progress": True}
     stream = partial(httpx.stream, "POST", timeout=PATIENCE)
     with stream(url=one_place.url + "/v1/completions", json=endless) as other:
         begun = other.iter_lines()  # which ends the stream when it goes
         next(begun)
-        with stream(url=one_place.url + path, json=wanted) as response:
+        with stream(url=one_place.url + path, json=expected) as response:
             chunks = []
             for line in response.iter_lines():
                 if line.startswith("data: {"):

@@ -69,9 +69,9 @@ def test_a_chat_without_the_beginning_of_an_answer_is_refused(server: Server) ->
 def test_what_goes_on_from_the_last_message_begins_no_other(server: Server) -> None:
     """vLLM and transformers ask for both fields."""
     begun = {"messages": [HI, BEGUN]}
-    wanted = prompt(server, {**begun, "continue_final_message": True})
+    expected = prompt(server, {**begun, "continue_final_message": True})
     for more in ({}, {"continue_final_message": True}):
-        assert prompt(server, {**begun, **more, "add_generation_prompt": False}) == wanted
+        assert prompt(server, {**begun, **more, "add_generation_prompt": False}) == expected
         assert server.post("/v1/chat/completions", {**CHAT, **begun, **more, "add_generation_prompt": False})
     for first, goes_on in ((True, True), (False, False)):
         body = {**CHAT, **begun, "add_generation_prompt": first, "continue_final_message": goes_on}

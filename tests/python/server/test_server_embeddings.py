@@ -21,7 +21,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
+from mixedkv.engine.embed.embedding_context import EmbeddingContext, InputSpan
 from mixedkv.model.gguf_file import read_model_file
 from support.patience import PATIENCE, wait_for
 from support.servers.server import MODEL, Server, running
@@ -122,16 +122,16 @@ def test_an_input_in_pieces_has_the_same_vector(
     with Llama(path, kv="f16", n_ctx=256, n_threads=1, verbose=False) as llm:
         tokens = [1 + i * 7 % 250 for i in range(100)]
         context = EmbeddingContext(llm, file, n_ctx=128, n_batch=128)
-        whole = context.join(list(context.evaluate([Piece(tokens, 0, True)])), [100])
+        whole = context.join(list(context.evaluate([InputSpan(tokens, 0, True)])), [100])
         parts, sizes = [], [40, 1, 59]
         # beside others, as slices come
-        parts.append(context.evaluate([Piece([5, 6], 0, True), Piece(tokens[:40], 0, False)])[1])
-        parts.append(context.evaluate([Piece(tokens[40:41], 40, False)])[0])
-        parts.append(context.evaluate([Piece(tokens[41:], 41, True), Piece([7, 8, 9], 0, True)])[0])
+        parts.append(context.evaluate([InputSpan([5, 6], 0, True), InputSpan(tokens[:40], 0, False)])[1])
+        parts.append(context.evaluate([InputSpan(tokens[40:41], 40, False)])[0])
+        parts.append(context.evaluate([InputSpan(tokens[41:], 41, True), InputSpan([7, 8, 9], 0, True)])[0])
         assert np.abs(context.join(parts, sizes) - whole).max() < 1e-4
         # what was given up leaves nothing behind
-        context.evaluate([Piece(tokens[:40], 0, False)])
-        again = context.join(list(context.evaluate([Piece(tokens, 0, True)])), [100])
+        context.evaluate([InputSpan(tokens[:40], 0, False)])
+        again = context.join(list(context.evaluate([InputSpan(tokens, 0, True)])), [100])
         assert np.abs(again - whole).max() < 1e-5
 
 
@@ -141,9 +141,9 @@ def test_many_inputs_fit_beside_one_that_fills_the_context(zoo_path: Callable[[s
         context = EmbeddingContext(llm, read_model_file(path), n_ctx=512, n_batch=128)
         tokens = [1 + i * 7 % 250 for i in range(512)]
         for first in range(0, 448, 64):
-            context.evaluate([Piece(tokens[first : first + 64], first, False)])
-        many = [Piece([10 + i], 0, True) for i in range(context.n_seq - 2)]
-        end, next_one = Piece(tokens[448:], 448, True), Piece(tokens[:2], 0, False)
+            context.evaluate([InputSpan(tokens[first : first + 64], first, False)])
+        many = [InputSpan([10 + i], 0, True) for i in range(context.n_seq - 2)]
+        end, next_one = InputSpan(tokens[448:], 448, True), InputSpan(tokens[:2], 0, False)
         vectors = context.evaluate([end, *many, next_one])
         alone = context.evaluate(many[-1:])
         assert np.abs(vectors[-2] - alone[0]).max() < 1e-4

@@ -108,9 +108,9 @@ def test_a_listener_knows_what_is_held(seed: int) -> None:
             listener.blocks.clear()
         for event in blocks.changes(blocks.look([seq for seq in pool if seq.tokens])):
             listener.hear(event)
-        wanted = held_prefixes(pool)
-        assert len(listener.blocks) == len(wanted)
-        assert set(listener.blocks.values()) == {tokens for _, tokens in wanted}
+        expected = held_prefixes(pool)
+        assert len(listener.blocks) == len(expected)
+        assert set(listener.blocks.values()) == {tokens for _, tokens in expected}
 
 
 @contextmanager
@@ -136,8 +136,8 @@ def test_a_server_tells_routers_what_it_holds() -> None:
         with listening(endpoint, "kv@pod@model") as subscriber:
             listener, numbers = Listener(), []
 
-            def hear_until(wanted: tuple[int, ...]) -> None:
-                while wanted not in listener.blocks.values():
+            def hear_until(expected: tuple[int, ...]) -> None:
+                while expected not in listener.blocks.values():
                     topic, number, payload = subscriber.recv_multipart()
                     assert topic == b"kv@pod@model"
                     numbers.append(int.from_bytes(number, "big"))

@@ -81,8 +81,8 @@ def test_the_second_turn_evaluates_the_new_message_only(client: openai.OpenAI) -
 
 
 def test_json_schema(client: openai.OpenAI) -> None:
-    wanted = {"type": "json_schema", "json_schema": {"name": "fact", "schema": SCHEMA, "strict": True}}
-    answer = ask(client, 4, response_format=wanted, max_tokens=100)
+    expected = {"type": "json_schema", "json_schema": {"name": "fact", "schema": SCHEMA, "strict": True}}
+    answer = ask(client, 4, response_format=expected, max_tokens=100)
     value = json.loads(answer.choices[0].message.content)
     assert value.keys() == {"name", "code"}
     assert value["code"] in (1, 22)
@@ -101,8 +101,8 @@ def test_json_schema(client: openai.OpenAI) -> None:
     ],
 )
 def test_what_a_schema_says_is_what_comes(client: openai.OpenAI, schema: dict[str, Any]) -> None:
-    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    choice = ask(client, 4, response_format=wanted, max_tokens=200, temperature=1, seed=1).choices[0]
+    expected = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    choice = ask(client, 4, response_format=expected, max_tokens=200, temperature=1, seed=1).choices[0]
     assert choice.finish_reason == "stop"
     value = json.loads(choice.message.content)
     if "pattern" in schema:
@@ -114,8 +114,8 @@ def test_what_a_schema_says_is_what_comes(client: openai.OpenAI, schema: dict[st
 def test_each_choice_follows_the_schema(client: openai.OpenAI) -> None:
     items = {"type": "integer", "minimum": 1, "maximum": 6}
     schema = {"type": "array", "items": items, "minItems": 5, "maxItems": 5}
-    wanted = {"type": "json_schema", "json_schema": {"name": "dice", "schema": schema}}
-    answer = ask(client, 4, response_format=wanted, n=3, temperature=5, seed=1, max_tokens=200)
+    expected = {"type": "json_schema", "json_schema": {"name": "dice", "schema": schema}}
+    answer = ask(client, 4, response_format=expected, n=3, temperature=5, seed=1, max_tokens=200)
     values = [json.loads(choice.message.content) for choice in answer.choices]
     assert all(len(value) == 5 and all(1 <= n <= 6 for n in value) for value in values)
     assert len({str(value) for value in values}) > 1

@@ -49,11 +49,11 @@ def openai_chat(server: Server, **body: Any) -> Any:
 
 def test_a_chat_is_openais_chat(server: Server) -> None:
     whole = client(server).chat(MODEL, [USER], options=BRIEF)
-    wanted = openai_chat(server)
-    assert whole.message.content == wanted["choices"][0]["message"]["content"] != ""
+    expected = openai_chat(server)
+    assert whole.message.content == expected["choices"][0]["message"]["content"] != ""
     assert (whole.model, whole.done, whole.done_reason) == (MODEL, True, "length")
-    assert whole.prompt_eval_count == wanted["usage"]["prompt_tokens"]
-    assert whole.eval_count == wanted["usage"]["completion_tokens"] == 8
+    assert whole.prompt_eval_count == expected["usage"]["prompt_tokens"]
+    assert whole.eval_count == expected["usage"]["completion_tokens"] == 8
     assert 0 < whole.prompt_eval_duration < whole.total_duration
     assert 0 < whole.eval_duration < whole.total_duration
 
@@ -82,16 +82,16 @@ def test_a_prompt_is_a_chat_of_one(server: Server) -> None:
     answer = ask.generate(MODEL, "Where is the lamp?", options=BRIEF)
     assert answer.response == openai_chat(server)["choices"][0]["message"]["content"]
     system = [{"role": "system", "content": "Be brief."}, USER]
-    wanted = openai_chat(server, messages=system)["choices"][0]["message"]["content"]
-    assert ask.generate(MODEL, USER["content"], system="Be brief.", options=BRIEF).response == wanted
+    expected = openai_chat(server, messages=system)["choices"][0]["message"]["content"]
+    assert ask.generate(MODEL, USER["content"], system="Be brief.", options=BRIEF).response == expected
     pieces = list(ask.generate(MODEL, USER["content"], options=BRIEF, stream=True))
     assert "".join(piece.response for piece in pieces) == answer.response
 
 
 def test_a_raw_prompt_is_a_completion(server: Server) -> None:
     body = {"prompt": "The lamp", "temperature": 0, "max_tokens": 8}
-    wanted = server.post("/v1/completions", body)["choices"][0]["text"]
-    assert client(server).generate(MODEL, "The lamp", raw=True, options=BRIEF).response == wanted
+    expected = server.post("/v1/completions", body)["choices"][0]["text"]
+    assert client(server).generate(MODEL, "The lamp", raw=True, options=BRIEF).response == expected
 
 
 @pytest.mark.parametrize(
@@ -107,9 +107,9 @@ def test_a_raw_prompt_is_a_completion(server: Server) -> None:
 )
 def test_options_are_openais_fields(server: Server, theirs: Any, ours: Any) -> None:
     answer = client(server).chat(MODEL, [USER], options={"num_predict": 8, **theirs})
-    wanted = openai_chat(server, **ours)
-    assert answer.message.content == wanted["choices"][0]["message"]["content"]
-    assert answer.done_reason == wanted["choices"][0]["finish_reason"]
+    expected = openai_chat(server, **ours)
+    assert answer.message.content == expected["choices"][0]["message"]["content"]
+    assert answer.done_reason == expected["choices"][0]["finish_reason"]
 
 
 def test_what_loads_a_model_is_ignored(server: Server) -> None:
@@ -192,9 +192,9 @@ def test_results_find_their_calls(tools: Server) -> None:
     ]
     results = [{"role": "tool", "content": str(i + 2), "tool_call_id": f"call0000{i}"} for i in (1, 2)]
     messages = [USER, {"role": "assistant", "content": "", "tool_calls": calls}, *results]
-    wanted = openai_chat(tools, messages=messages, tools=[ADD], reasoning_effort="none")
-    assert answer["prompt_eval_count"] == wanted["usage"]["prompt_tokens"]
-    assert answer["message"]["content"] == wanted["choices"][0]["message"]["content"]
+    expected = openai_chat(tools, messages=messages, tools=[ADD], reasoning_effort="none")
+    assert answer["prompt_eval_count"] == expected["usage"]["prompt_tokens"]
+    assert answer["message"]["content"] == expected["choices"][0]["message"]["content"]
     with pytest.raises(ollama.ResponseError, match="tool_call_id"):
         client(tools).chat(MODEL, [USER, {"role": "tool", "content": "3"}], tools=[ADD])
 
@@ -213,14 +213,14 @@ def test_thoughts_are_apart(tools: Server) -> None:
 
 
 def test_embeddings(server: Server) -> None:
-    wanted = [
+    expected = [
         each["embedding"] for each in server.post("/v1/embeddings", {"input": ["a lamp", "a key"]})["data"]
     ]
     answer = client(server).embed(MODEL, ["a lamp", "a key"])
-    for found, vector in zip(answer.embeddings, wanted, strict=True):
+    for found, vector in zip(answer.embeddings, expected, strict=True):
         assert found == pytest.approx(vector, abs=1e-6)
     assert answer.prompt_eval_count > 0
-    assert client(server).embeddings(MODEL, "a lamp").embedding == pytest.approx(wanted[0], abs=1e-6)
+    assert client(server).embeddings(MODEL, "a lamp").embedding == pytest.approx(expected[0], abs=1e-6)
     assert client(server).embed(MODEL, "").embeddings == []
     assert len(client(server).embed(MODEL, "the lamp " * 5000).embeddings) == 1
     with pytest.raises(ollama.ResponseError, match="128"):

@@ -92,8 +92,8 @@ def test_it_loads_from_the_server_alone_and_without_a_complaint(server: Server, 
     with page.expect_response("**/v1/stats"):  # one more poll
         pass
     assert page.noise == []
-    assert set(page.asked) == {server.url + "/stats", server.url + "/v1/stats"}
-    assert page.asked.count(server.url + "/v1/stats") >= 2
+    assert set(page.requested) == {server.url + "/stats", server.url + "/v1/stats"}
+    assert page.requested.count(server.url + "/v1/stats") >= 2
 
 
 def test_its_numbers_are_those_of_the_stats(server: Server, open_page: OpenPage) -> None:
@@ -242,9 +242,9 @@ def test_the_keyboard_reaches_everything_in_order(server: Server, open_page: Ope
     page.focus("#pause")
     page.keyboard.press("Enter")
     page.wait_for_selector("#state:has-text('Paused')")
-    polls = len(page.asked)
+    polls = len(page.requested)
     page.wait_for_timeout(3000)
-    assert len(page.asked) == polls
+    assert len(page.requested) == polls
     page.keyboard.press("Space")
     page.wait_for_selector("#state.live")
 
@@ -254,14 +254,14 @@ def test_landmarks_and_headers(server: Server, open_page: OpenPage) -> None:
     chat(server)
     page = open_page(server)
     tree = page.locator("body").aria_snapshot()
-    for wanted in ("- banner:", "- main:", "- contentinfo:", "- status: Live"):
-        assert wanted in tree, tree
-    for wanted in (
+    for expected in ("- banner:", "- main:", "- contentinfo:", "- status: Live"):
+        assert expected in tree, tree
+    for expected in (
         '- heading "Latest requests" [level=2]',
         '- columnheader "Answer tokens"',
         '- rowheader "0"',
     ):
-        assert wanted in tree, tree
+        assert expected in tree, tree
     assert re.search(r'img "Hot \(F16\): [\d,]+, Cold \(q4_0\): [\d,]+, Free: [\d,]+"', tree), tree
     assert page.evaluate("document.documentElement.lang") == "en"
 
@@ -347,7 +347,7 @@ def test_a_key_is_asked_for_and_stays_in_the_tab(tmp_path: Path, open_page: Open
         )
         assert KEYS[0] in stored[0]
         assert stored[1:] == ["{}", ""]
-        assert not any(KEYS[0] in url for url in page.asked)
+        assert not any(KEYS[0] in url for url in page.requested)
         page.click("#forget")
         page.wait_for_selector("#key")
         assert not page.is_visible("main")

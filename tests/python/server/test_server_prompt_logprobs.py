@@ -177,8 +177,8 @@ def test_an_echo_has_the_log_probabilities_of_the_prompt(
         assert found["token_logprobs"][0] is None
         assert found["top_logprobs"][0] is None
         given = found["token_logprobs"][1 : len(tokens)]
-        wanted = [row[token] for row, token in zip(expected, tokens[1:], strict=True)]
-        assert np.abs(np.subtract(given, wanted)).max() < LEVEL
+        of_tokens = [row[token] for row, token in zip(expected, tokens[1:], strict=True)]
+        assert np.abs(np.subtract(given, of_tokens)).max() < LEVEL
         assert found["text"].startswith(TEXT)
         for text, offset in zip(found["tokens"][1:], found["text_offset"][1:], strict=True):
             assert found["text"][offset:].startswith(text) or text.startswith("bytes:") or text[0] == "<"

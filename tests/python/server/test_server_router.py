@@ -105,8 +105,8 @@ def lives(pid: int) -> bool:
 class Stream:
     """A streamed answer of a model, read line by line."""
 
-    def __init__(self, server: Server, model: str, wanted: dict[str, Any] = ENDLESS) -> None:
-        body = json.dumps({**wanted, "model": model}).encode()
+    def __init__(self, server: Server, model: str, expected: dict[str, Any] = ENDLESS) -> None:
+        body = json.dumps({**expected, "model": model}).encode()
         request = urllib.request.Request(
             server.url + TEXT, body, {"Content-Type": "application/json"}, method="POST"
         )

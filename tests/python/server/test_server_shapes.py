@@ -264,12 +264,12 @@ DIGIT = {
 def test_an_answer_that_begins_with_nothing_is_as_any(server: Server, content: Any) -> None:
     messages = [HI, {"role": "assistant", "content": content}]
     same = {"max_tokens": 8, "temperature": 0}
-    wanted = server.post("/v1/messages", {"messages": [HI], **same})["content"]
-    assert server.post("/v1/messages", {"messages": messages, **same})["content"] == wanted
+    expected = server.post("/v1/messages", {"messages": [HI], **same})["content"]
+    assert server.post("/v1/messages", {"messages": messages, **same})["content"] == expected
     said = [HI, {"role": "assistant", "content": content or None}]
     for body in ({"messages": [HI]}, {"messages": said, "continue_final_message": True}):
         answer = server.post("/v1/chat/completions", {**body, **same})
-        assert answer["choices"][0]["message"]["content"] == wanted[0]["text"]
+        assert answer["choices"][0]["message"]["content"] == expected[0]["text"]
 
 
 @pytest.mark.parametrize(

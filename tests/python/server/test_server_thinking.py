@@ -207,8 +207,8 @@ def test_a_session_that_grows_keeps_thoughts_apart(begun: Server) -> None:
     answer = begun.post("/v1/chat/completions", {**asked, "append": True})["choices"][0]["message"]
     assert answer["reasoning_content"]
     history = {"messages": [USER, more, answer, more], **OPTIONS}
-    wanted, got = (begun.post("/v1/chat/completions", body)["usage"] for body in (history, asked))
-    assert got["prompt_tokens"] == wanted["prompt_tokens"]
+    expected, got = (begun.post("/v1/chat/completions", body)["usage"] for body in (history, asked))
+    assert got["prompt_tokens"] == expected["prompt_tokens"]
 
 
 def test_an_answer_goes_on_from_its_beginning(own: Server) -> None:

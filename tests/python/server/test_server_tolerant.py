@@ -139,8 +139,8 @@ def test_a_response_is_retrieved_as_it_was(server: Server) -> None:
 
 
 def test_pages_of_allowed_sites(server: Server) -> None:
-    wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    status, headers = ask(server, "/v1/chat/completions", {"Origin": SITE, **wanted}, "OPTIONS")
+    expected = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    status, headers = ask(server, "/v1/chat/completions", {"Origin": SITE, **expected}, "OPTIONS")
     assert (status, headers["access-control-allow-origin"]) == (200, SITE)
     assert "authorization" in headers["access-control-allow-headers"]
     status, headers = ask(server, "/v1/models", {"Origin": SITE})
@@ -155,10 +155,10 @@ def test_pages_of_allowed_sites(server: Server) -> None:
 )
 def test_pages_with_a_key(allowed: tuple[str, ...], allows: list[str | None]) -> None:
     """Every site's, unless some are named: a page has no key but the one that its user gives it."""
-    wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    expected = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     with running("--n-ctx", "1024", "--api-key", KEY, *allowed) as server:
         for site, allowed_site in zip((SITE, "https://other.example.org"), allows, strict=True):
-            status, headers = ask(server, "/v1/models", {"Origin": site, **wanted}, "OPTIONS")
+            status, headers = ask(server, "/v1/models", {"Origin": site, **expected}, "OPTIONS")
             assert status == (200 if allowed_site else 400)
             assert headers["access-control-allow-origin"] == allowed_site
             assert headers["access-control-allow-credentials"] is None

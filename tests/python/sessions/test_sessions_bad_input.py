@@ -19,7 +19,7 @@ from mixedkv.sessions.records import CreateCacheResponse, explain
 pytestmark = pytest.mark.full
 
 
-def wanted(**values: Any) -> CreateContextCacheRequest:
+def expected(**values: Any) -> CreateContextCacheRequest:
     return CreateContextCacheRequest(**{"model": "m", "prompt": "Once upon a time", **values})
 
 
@@ -54,7 +54,7 @@ def test_bad_session_ids(bad: str) -> None:
     asyncio.run(refused(lambda m: m.get_session_metadata(bad)))
     asyncio.run(refused(lambda m: m.unregister_session_cache(bad)))
     asyncio.run(refused(lambda m: m.renew_session_cache(bad)))
-    asyncio.run(refused(lambda m: m.register_session_cache(wanted(session_id=bad))))
+    asyncio.run(refused(lambda m: m.register_session_cache(expected(session_id=bad))))
 
 
 @pytest.mark.parametrize("bad", [*_BAD_IDS.values(), "kv..1"], ids=[*_BAD_IDS.keys(), "dots inside"])
@@ -62,7 +62,7 @@ def test_a_ref_that_the_store_refuses_is_refused_at_once(bad: str) -> None:
     async def main() -> None:
         manager = ContextCacheManager()
         with pytest.raises(ValueError, match="kv_cache_ref"):
-            await manager.register_session_cache(wanted(), kv_cache_sidecar_ref=bad)
+            await manager.register_session_cache(expected(), kv_cache_sidecar_ref=bad)
         await manager.close()
 
     asyncio.run(main())
@@ -73,7 +73,7 @@ def test_bad_tenants(bad: str) -> None:
     with pytest.raises(ValueError, match="tenant"):
         asyncio.run(ContextCacheManager().get_session_metadata("s", tenant=bad))
     with pytest.raises(ValueError, match="tenant"):
-        asyncio.run(ContextCacheManager().register_session_cache(wanted(), tenant=bad))
+        asyncio.run(ContextCacheManager().register_session_cache(expected(), tenant=bad))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_bad_tenants(bad: str) -> None:
 )
 def test_bad_requests(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as error:
-        wanted(**values)
+        expected(**values)
     assert re.search(message, explain(error.value))
 
 
@@ -121,8 +121,8 @@ def test_bad_settings_and_values() -> None:
             ContextCacheManager(max_ttl=0)
         manager = ContextCacheManager(max_ttl=100)
         with pytest.raises(ValueError, match=r"ttl=101: use .* 1 to 100"):
-            await manager.register_session_cache(wanted(ttl=101))
-        answer = await manager.register_session_cache(wanted(ttl=100))
+            await manager.register_session_cache(expected(ttl=101))
+        answer = await manager.register_session_cache(expected(ttl=100))
         assert isinstance(answer, CreateCacheResponse)
         sid = answer.session_id
         for ttl in (0, 101, 1.5, "9", True):

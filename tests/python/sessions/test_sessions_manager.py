@@ -13,7 +13,7 @@ import pytest
 from mixedkv.sessions import CacheSessionMetadata, ContextCacheManager, CreateContextCacheRequest
 from mixedkv.sessions.records import CreateCacheResponse, DeleteCacheResponse, ErrorResponse
 from support.patience import PATIENCE
-from support.stores.sessions import Clock, Entries, code, come, created, empty, wanted
+from support.stores.sessions import Clock, Entries, code, come, created, empty, expected
 
 pytestmark = pytest.mark.core
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.core
 
 def test_register_find_unregister(run: Callable[..., Any], clock: Clock, entries: Entries) -> None:
     async def body(manager: ContextCacheManager) -> None:
-        answer = created(await manager.register_session_cache(wanted(ttl=60), n_tokens=7))
+        answer = created(await manager.register_session_cache(expected(ttl=60), n_tokens=7))
         assert (answer.model, answer.n_tokens, answer.usage.prompt_tokens) == ("m", 7, 7)
         assert answer.expires_at == answer.created + 60 == clock.now + 60
         found = await manager.get_session_metadata(answer.session_id)
@@ -70,7 +70,7 @@ def test_messages_come_back_as_they_were(run: Callable[..., Any]) -> None:
     ]
 
     async def body(manager: ContextCacheManager) -> None:
-        answer = created(await manager.register_session_cache(wanted(prompt=None, messages=messages)))
+        answer = created(await manager.register_session_cache(expected(prompt=None, messages=messages)))
         found = await manager.get_session_metadata(answer.session_id)
         assert found is not None
         assert [m.model_dump(exclude_unset=True) for m in found.messages or []] == [
@@ -82,16 +82,16 @@ def test_messages_come_back_as_they_were(run: Callable[..., Any]) -> None:
 
 def test_a_given_id_is_kept_and_taken_once(run: Callable[..., Any]) -> None:
     async def body(manager: ContextCacheManager) -> None:
-        answer = created(await manager.register_session_cache(wanted(session_id="chat:7")))
+        answer = created(await manager.register_session_cache(expected(session_id="chat:7")))
         assert answer.session_id == "chat:7"
-        assert code(await manager.register_session_cache(wanted(session_id="chat:7"))) == "session_exists"
+        assert code(await manager.register_session_cache(expected(session_id="chat:7"))) == "session_exists"
 
     run(body)
 
 
 def test_made_ids_differ(run: Callable[..., Any]) -> None:
     async def body(manager: ContextCacheManager) -> set[str]:
-        answers = [created(await manager.register_session_cache(wanted())) for _ in range(50)]
+        answers = [created(await manager.register_session_cache(expected())) for _ in range(50)]
         return {answer.session_id for answer in answers}
 
     assert len(run(body)) == 50
@@ -102,7 +102,7 @@ def test_made_ids_differ(run: Callable[..., Any]) -> None:
 
 def test_expired_is_unknown(run: Callable[..., Any], clock: Clock) -> None:
     async def body(manager: ContextCacheManager) -> None:
-        answer = created(await manager.register_session_cache(wanted(ttl=10)))
+        answer = created(await manager.register_session_cache(expected(ttl=10)))
         sid = answer.session_id
         clock.now += 9.5
         metadata = await manager.get_session_metadata(sid)
@@ -125,7 +125,7 @@ def test_expired_is_unknown(run: Callable[..., Any], clock: Clock) -> None:
 
 def test_renewing(run: Callable[..., Any], clock: Clock) -> None:
     async def body(manager: ContextCacheManager) -> None:
-        sid = created(await manager.register_session_cache(wanted(ttl=10))).session_id
+        sid = created(await manager.register_session_cache(expected(ttl=10))).session_id
         clock.now += 9
         renewed = await manager.renew_session_cache(sid)
         assert isinstance(renewed, CacheSessionMetadata)
@@ -143,8 +143,8 @@ def test_the_sweep_removes_what_has_expired_and_only_that(
     run: Callable[..., Any], clock: Clock, entries: Entries
 ) -> None:
     async def body(manager: ContextCacheManager) -> None:
-        short = [created(await manager.register_session_cache(wanted(ttl=5))) for _ in range(300)]
-        long = created(await manager.register_session_cache(wanted(ttl=50)))
+        short = [created(await manager.register_session_cache(expected(ttl=5))) for _ in range(300)]
+        long = created(await manager.register_session_cache(expected(ttl=50)))
         refs = {(await manager.get_session_metadata(s.session_id)).kv_cache_ref for s in short}  # type: ignore[union-attr]
         clock.now += 5
         assert await manager.sweep() == 300
@@ -168,9 +168,9 @@ def test_a_session_that_cannot_be_removed_stops_no_other(url: str, clock: Clock)
         await empty(url)
         manager = ContextCacheManager(url, Failing(), clock=clock)
         for i in range(300):
-            await manager.register_session_cache(wanted(ttl=1), kv_cache_sidecar_ref=f"bad-{i}")
+            await manager.register_session_cache(expected(ttl=1), kv_cache_sidecar_ref=f"bad-{i}")
         for _ in range(5):
-            await manager.register_session_cache(wanted(ttl=2))
+            await manager.register_session_cache(expected(ttl=2))
         clock.now += 9
         assert await manager.sweep() == 5
         assert await manager.sweep() == 0
@@ -183,10 +183,10 @@ def test_an_expired_id_can_be_registered_again_and_has_other_kv(
     run: Callable[..., Any], clock: Clock, entries: Entries
 ) -> None:
     async def body(manager: ContextCacheManager) -> None:
-        await manager.register_session_cache(wanted(session_id="s", ttl=5))
+        await manager.register_session_cache(expected(session_id="s", ttl=5))
         first = await manager.get_session_metadata("s")
         clock.now += 5
-        created(await manager.register_session_cache(wanted(session_id="s", prompt="Another")))
+        created(await manager.register_session_cache(expected(session_id="s", prompt="Another")))
         second = await manager.get_session_metadata("s")
         assert first is not None
         assert second is not None
@@ -204,7 +204,7 @@ def test_the_background_sweep_starts_works_and_stops(url: str, clock: Clock, ent
         async with manager:
             manager.start()  # again: no second task
             assert sum(task.get_name() == "mixedkv-sweep" for task in asyncio.all_tasks()) == 1
-            await manager.register_session_cache(wanted(ttl=5))
+            await manager.register_session_cache(expected(ttl=5))
             await asyncio.sleep(0.05)
             assert not entries.removed
             clock.now += 5
@@ -227,7 +227,7 @@ def test_the_background_sweep_survives_errors(clock: Clock, caplog: pytest.LogCa
     async def main() -> int:
         entries = Failing()
         async with ContextCacheManager("sqlite:", entries, clock=clock, sweep_seconds=0.01) as manager:
-            await manager.register_session_cache(wanted(ttl=1))
+            await manager.register_session_cache(expected(ttl=1))
             clock.now += 1
             await come(lambda: len(entries.removed) == 2)
         return len(entries.removed)
@@ -261,7 +261,7 @@ def test_the_background_sweep_stops_though_a_client_swallows_the_cancellation() 
 
 def test_another_tenants_session_looks_unknown(run: Callable[..., Any], entries: Entries) -> None:
     async def body(manager: ContextCacheManager) -> None:
-        await manager.register_session_cache(wanted(session_id="s"), tenant="ada")
+        await manager.register_session_cache(expected(session_id="s"), tenant="ada")
         for tenant in ("", "bo", "ad"):
             other = await manager.unregister_session_cache("s", tenant=tenant)
             unknown = await manager.unregister_session_cache("t", tenant=tenant)
@@ -272,7 +272,7 @@ def test_another_tenants_session_looks_unknown(run: Callable[..., Any], entries:
         assert not entries.removed
         mine = await manager.get_session_metadata("s", tenant="ada")
         assert mine is not None
-        created(await manager.register_session_cache(wanted(session_id="s"), tenant="bo"))
+        created(await manager.register_session_cache(expected(session_id="s"), tenant="bo"))
         theirs = await manager.get_session_metadata("s", tenant="bo")
         assert theirs is not None
         assert mine.kv_cache_ref != theirs.kv_cache_ref
@@ -289,7 +289,7 @@ def test_names_that_could_be_confused_are_not(run: Callable[..., Any]) -> None:
 
     async def body(manager: ContextCacheManager) -> None:
         for n, (tenant, sid) in enumerate(pairs):
-            created(await manager.register_session_cache(wanted(session_id=sid), tenant=tenant, n_tokens=n))
+            created(await manager.register_session_cache(expected(session_id=sid), tenant=tenant, n_tokens=n))
         for n, (tenant, sid) in enumerate(pairs):
             found = await manager.get_session_metadata(sid, tenant=tenant)
             assert found is not None

@@ -15,7 +15,7 @@ from mixedkv.sessions.manager import open_metadata
 from mixedkv.sessions.metadata import Key
 from mixedkv.sessions.records import CreateCacheResponse
 from support.patience import PATIENCE
-from support.stores.sessions import Clock, Entries, code, created, empty, opened, wanted
+from support.stores.sessions import Clock, Entries, code, created, empty, expected, opened
 
 pytestmark = pytest.mark.full
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.full
 
 def test_a_turn_is_not_lost_to_another(run: Callable[..., Any]) -> None:
     async def body(manager: ContextCacheManager) -> None:
-        sid = created(await manager.register_session_cache(wanted())).session_id
+        sid = created(await manager.register_session_cache(expected())).session_id
         before = await manager.get_session_metadata(sid)
         assert before is not None
         first = await manager.update_session_cache(before, prompt="Once upon a time there", n_tokens=9)
@@ -38,7 +38,7 @@ def test_a_turn_is_not_lost_to_another(run: Callable[..., Any]) -> None:
 def test_one_of_many_registers_a_name(shared_url: str, clock: Clock) -> None:
     async def main() -> list[object]:
         async with opened(shared_url, 8, clock=clock) as managers:
-            jobs = [m.register_session_cache(wanted(session_id="s")) for m in managers for _ in range(8)]
+            jobs = [m.register_session_cache(expected(session_id="s")) for m in managers for _ in range(8)]
             return await asyncio.gather(*jobs)
 
     answers = asyncio.run(main())
@@ -66,7 +66,7 @@ def test_several_processes(shared_url: str) -> None:
 
     async def before() -> None:
         async with opened(shared_url) as (manager,):
-            await manager.register_session_cache(wanted(session_id="parent"))
+            await manager.register_session_cache(expected(session_id="parent"))
 
     async def after() -> int:
         manager = ContextCacheManager(shared_url)
@@ -103,7 +103,7 @@ def test_a_damaged_record_is_an_unknown_session(
         assert await metadata.put(Key("", "s"), record, clock.now + 9) == "done"
         assert await manager.get_session_metadata("s") is None
         assert code(await manager.unregister_session_cache("s")) == "session_not_found"
-        created(await manager.register_session_cache(wanted(session_id="s")))
+        created(await manager.register_session_cache(expected(session_id="s")))
         await manager.close()
 
     asyncio.run(main())
@@ -114,7 +114,7 @@ def test_a_record_moved_to_another_name_is_unknown(url: str, clock: Clock) -> No
         await empty(url)
         metadata = open_metadata(url)
         manager = ContextCacheManager(metadata, clock=clock)
-        await manager.register_session_cache(wanted(session_id="s"), tenant="ada")
+        await manager.register_session_cache(expected(session_id="s"), tenant="ada")
         record = await metadata.get(Key("ada", "s"))
         assert record is not None
         await metadata.put(Key("bo", "s"), record, clock.now + 9)

@@ -17,7 +17,7 @@ from mixedkv.sessions.metadata_sqlite import reseal
 from mixedkv.store import KVStore
 from mixedkv.store.encryption import KeyCipher
 from support.stores.blocks import identity, make_block
-from support.stores.sessions import code, created, wanted
+from support.stores.sessions import code, created, expected
 
 pytestmark = pytest.mark.core
 
@@ -42,7 +42,7 @@ def find(url: str, session: str, **options: Any) -> CacheSessionMetadata | None:
 def register(url: str, session: str, **options: Any) -> CacheSessionMetadata:
     async def main() -> None:
         manager = ContextCacheManager(url, **options)
-        created(await manager.register_session_cache(wanted(session_id=session, prompt=TEXT)))
+        created(await manager.register_session_cache(expected(session_id=session, prompt=TEXT)))
         await manager.close()
 
     asyncio.run(main())
@@ -56,7 +56,7 @@ def test_with_a_key_prompts_cannot_be_read(url: str) -> None:
         for n, codec in enumerate((PLAIN, with_key(KEY))):
             metadata = open_metadata(url)
             manager = ContextCacheManager(metadata, codec=codec)
-            created(await manager.register_session_cache(wanted(session_id=f"s{n}", prompt=TEXT)))
+            created(await manager.register_session_cache(expected(session_id=f"s{n}", prompt=TEXT)))
             record = await metadata.get(Key("", f"s{n}"))
             assert record is not None
             assert (TEXT.encode() in record) == (codec is PLAIN)
@@ -115,7 +115,7 @@ def test_kv_whose_session_is_gone_is_swept(url: str, tmp_path: Path) -> None:
         for i in range(2):
             reference = manager.new_kv_cache_ref()
             store.put(who, blocks[i], session=reference)
-            request = wanted(session_id=f"s{i}", ttl=99)
+            request = expected(session_id=f"s{i}", ttl=99)
             created(await manager.register_session_cache(request, kv_cache_sidecar_ref=reference))
         store.put(who, blocks[2], session=manager.new_kv_cache_ref())
         record = await metadata.get(Key("", "s0"))
@@ -141,11 +141,11 @@ def test_a_session_file_that_was_deleted_is_made_again(tmp_path: Path) -> None:
 
     async def main() -> None:
         manager = ContextCacheManager(f"sqlite:{path}")
-        created(await manager.register_session_cache(wanted(session_id="s")))
+        created(await manager.register_session_cache(expected(session_id="s")))
         shutil.rmtree(path.parent)
         assert await manager.get_session_metadata("s") is None
-        created(await manager.register_session_cache(wanted(session_id="s")))
-        assert code(await manager.register_session_cache(wanted(session_id="s"))) == "session_exists"
+        created(await manager.register_session_cache(expected(session_id="s")))
+        assert code(await manager.register_session_cache(expected(session_id="s"))) == "session_exists"
         await manager.close()
 
     asyncio.run(main())

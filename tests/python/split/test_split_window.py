@@ -81,7 +81,7 @@ def _local(kv: str, prompt: list[int], n: int, moves: bool = True, sinks: int = 
                 end = len(tokens) - _WINDOW
                 del tokens[sinks:end]
                 if moves:
-                    llm.kv.close_gap(0, sinks, end)
+                    llm.kv.remove_and_shift(0, sinks, end)
                 else:
                     llm.reset()
                     llm.kv.clear()
@@ -306,7 +306,7 @@ def test_a_step_that_fails_behind_a_drop_is_tried_again_without_it(
 def test_rows_that_have_gone_before_a_drop_are_sent_again(
     parts: Exported, head: Head, prompt: list[int], drops: list[tuple[int, int]]
 ) -> None:
-    wanted = _local("f16", prompt, 300, moves=False)
+    reference = _local("f16", prompt, 300, moves=False)
     with _session(parts, head) as (server, _, session):
         answer = []
         for token in session.generate_tokens(
@@ -317,7 +317,7 @@ def test_rows_that_have_gone_before_a_drop_are_sent_again(
                 _drop_all(server)
         assert session.n_resends == 1
         assert drops == [(-1, -1)]
-    assert answer == wanted  # as they are then those of what is left
+    assert answer == reference  # as they are then those of what is left
 
 
 def _drop_all(server: Running) -> None:
@@ -456,7 +456,7 @@ def test_ranges_that_cannot_be_dropped_are_refused_and_change_nothing(parts: Exp
     with _running(parts, _MIXED) as server:
         code, _, replies = _send(server, begin, pb.Vectors(**at))
         assert code == Code.OK
-        wanted = replies[-1]
+        reference = replies[-1]
         for drop_begin, drop_end in (
             (0, 10),  # from the sinks
             (3, 10),
@@ -487,14 +487,14 @@ def test_ranges_that_cannot_be_dropped_are_refused_and_change_nothing(parts: Exp
         code, text, _ = _send(server, pb.Vectors(**{**at, **good, **f16}))
         assert code == Code.INVALID_ARGUMENT
         assert text.startswith("precision:")
-        assert _send(server, pb.Vectors(**at))[2] == [wanted]
+        assert _send(server, pb.Vectors(**at))[2] == [reference]
         code, _, replies = _send(server, *[pb.Vectors(**at, **good)] * 2)  # and one that can, twice
         assert code == Code.OK
         assert replies[0] == replies[1]
         assert replies[0].position == 21
         h = wire.hash_after_drop(at["running_hash"], 10, 30)
         assert replies[0].running_hash == wire.next_hashes(h, at["data"], 1)[0]
-        assert replies[0].data != wanted.data
+        assert replies[0].data != reference.data
         # there is no way back behind it
         assert _send(server, pb.Vectors(**at))[0] == Code.FAILED_PRECONDITION
 

@@ -91,14 +91,14 @@ def _beside(parts: Exported, kv: str, precision: str, cases: list[_Case]) -> _Fo
         split_servers.running(parts.body, kv=kv, n_ctx=512) as server,
         SplitClient(head, server.address, precision=precision) as client,
     ):
-        for prompt, answer, wanted in cases:
+        for prompt, answer, expected in cases:
             with client.session() as session:
                 found = list(session.generate_tokens(prompt, max_tokens=_N_ANSWER, temperature=0))
             same += found == answer
             with client.session() as session:
                 got = _log_p(head.logits(session._evaluate([*prompt, *answer], len(answer) + 1)))
-            klds.append((np.exp(wanted) * (wanted - got)).sum(axis=1))
-            first.append(wanted.argmax(axis=1) == got.argmax(axis=1))
+            klds.append((np.exp(expected) * (expected - got)).sum(axis=1))
+            first.append(expected.argmax(axis=1) == got.argmax(axis=1))
     kld = np.concatenate(klds)
     return _Found(same, float(kld.mean()), float(kld.max()), float(np.concatenate(first).mean()))
 

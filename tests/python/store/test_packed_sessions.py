@@ -56,11 +56,13 @@ def test_packed_sessions_go_on(name: str, n_layer: int, kv: str, tmp_path: Path)
         answer, logits = _go_on(llm, 30, 12)
     with _llama(made.session_model(n_layer, tmp_path), "f16") as llm:
         llm.eval(made.SESSION)
-        expected, wanted = _go_on(llm, 30, 12)
+        expected, expected_logits = _go_on(llm, 30, 12)
     if kv == "f16":
         assert answer == expected
-        assert np.abs(logits - wanted).max() < 0.02 * np.abs(wanted).max()
-    kld = divergence(*(x[:1] - np.logaddexp.reduce(x[:1], 1, keepdims=True) for x in (wanted, logits)))[0]
+        assert np.abs(logits - expected_logits).max() < 0.02 * np.abs(expected_logits).max()
+    kld = divergence(
+        *(x[:1] - np.logaddexp.reduce(x[:1], 1, keepdims=True) for x in (expected_logits, logits))
+    )[0]
     assert kld < 5e-3
 
 
@@ -86,14 +88,14 @@ def test_blocks_come_back(architecture: str, tmp_path: Path) -> None:
         llm.eval(list(range(3, 50)))
         block = llm.kv.export()
         packed = unpack_kv_cache_v2(pack_kv_cache_v2(packed_from_block(block)))
-        expected, wanted = _go_on(llm, 60, 8)
+        expected, expected_logits = _go_on(llm, 60, 8)
         llm.reset()
         llm.kv.clear()
         llm.kv.load(block_from_packed(packed, block.tokens, llm, rotary=rotary_of(llm)))
         assert llm.kv.exact_tokens == 0  # nobody has compared them
         answer, logits = _go_on(llm, 60, 8)
     assert answer == expected
-    assert np.array_equal(logits, wanted)
+    assert np.array_equal(logits, expected_logits)
     shape = packed[0][0].shape
     assert shape == (47, block.groups[0].layers[0].n_head_kv, block.groups[0].layers[0].head_size_k)
 

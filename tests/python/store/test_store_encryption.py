@@ -35,8 +35,14 @@ def readable(folder: Path) -> list[bool]:
     """Whether tokens, rows, the session and the tenant can be read in a folder's files as they are."""
     data = everything(folder)
     rows = BLOCK.groups[0].layers[0]
-    wanted = (BLOCK.tokens[:8].tobytes(), rows.k[0].tobytes(), rows.v_hot[0].tobytes(), b"chat-7", b"secret")
-    return [text in data for text in wanted]
+    expected = (
+        BLOCK.tokens[:8].tobytes(),
+        rows.k[0].tobytes(),
+        rows.v_hot[0].tobytes(),
+        b"chat-7",
+        b"secret",
+    )
+    return [text in data for text in expected]
 
 
 def test_nothing_can_be_read_without_the_key(tmp_path: Path) -> None:

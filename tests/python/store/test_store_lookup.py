@@ -177,12 +177,12 @@ def test_the_longest_prefix_is_found(data: st.DataObject) -> None:
             if p0 < len(tokens):
                 store.put(WHO, make_block(tokens[p0:], p0), parent)
             stored.append(tokens)
-        wanted = data.draw(sequence) + data.draw(st.lists(st.integers(0, 1), max_size=5))
-        match = store.find(WHO, wanted)
-        assert (match.n_tokens if match else 0) == max(_common(wanted, tokens) for tokens in stored)
+        expected = data.draw(sequence) + data.draw(st.lists(st.integers(0, 1), max_size=5))
+        match = store.find(WHO, expected)
+        assert (match.n_tokens if match else 0) == max(_common(expected, tokens) for tokens in stored)
         if match:
             blocks = store.read(match) or []
-            assert np.concatenate([block.tokens for block in blocks]).tolist() == wanted[: match.n_tokens]
+            assert np.concatenate([block.tokens for block in blocks]).tolist() == expected[: match.n_tokens]
 
 
 def _common(a: list[int], b: list[int]) -> int:
@@ -203,13 +203,13 @@ def hot_at(n: int) -> list[int]:
 def test_a_mixed_cache_is_exact_where_its_window_was_stored(store: KVStore) -> None:
     assert hot_at(100)[4] == 80
     store.put(MIXED, make_block(TOKENS[:100], kind="q4_0", hot=hot_at(100)))
-    worth = {}
+    is_exact = {}
     for n in (100, 99, 96, 95, 90, 36, 3):
         match = stored_match(store, MIXED, TOKENS[:n])
         assert match.n_tokens == n
-        worth[n] = match.exact
+        is_exact[n] = match.exact
     # At 95 tokens the window begins at 64, of which the rows up to 80 had left it when this was stored.
-    assert worth == {100: True, 99: True, 96: True, 95: False, 90: False, 36: False, 3: True}
+    assert is_exact == {100: True, 99: True, 96: True, 95: False, 90: False, 36: False, 3: True}
     assert store.find(MIXED, TOKENS[:90], exact_only=True) is None
     assert store.stats().misses == {"inexact": 1}
 

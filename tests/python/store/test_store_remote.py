@@ -19,7 +19,7 @@ import pytest
 
 from mixedkv.store import KVStore, rekey
 from mixedkv.store.remote import tier
-from mixedkv.store.remote.tier import PIECE
+from mixedkv.store.remote.tier import PART_BYTES
 from support import TESTS
 from support.patience import PATIENCE, wait_for
 from support.servers.remote import PATIENT, Line, redis_server, redis_url, s3_server, s3_url
@@ -122,8 +122,8 @@ def test_what_one_store_wrote_another_finds(
         blocks, tier = found
         assert tier == "remote"
         ends = [0, 40, 77, 200]
-        wanted = [make_block(TOKENS[p0:p1], p0) for p0, p1 in itertools.pairwise(ends)]
-        assert all(same(a, b) for a, b in zip(blocks, wanted, strict=True))
+        expected = [make_block(TOKENS[p0:p1], p0) for p0, p1 in itertools.pairwise(ends)]
+        assert all(same(a, b) for a, b in zip(blocks, expected, strict=True))
         again = other.read_from(match)
         assert again is not None
         assert again[1] == "ram"  # it is here now
@@ -137,7 +137,7 @@ def test_what_one_store_wrote_another_finds(
 def test_entries_of_many_pieces(
     remote: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tier, "PIECE", 4096)
+    monkeypatch.setattr(tier, "PART_BYTES", 4096)
     write(remote())
     with open_store(remote(), tmp_path) as other:
         match = stored_match(other, WHO, TOKENS)
@@ -221,10 +221,10 @@ def test_nothing_leaves_in_plain_text(redis_port: int) -> None:
     client(redis_port).flushall()
     write(redis_url(redis_port))
     block = make_block(TOKENS[77:200], 77)
-    wanted = [block.groups[0].layers[0].k.tobytes()[:64], block.tokens.tobytes()[:64]]
+    expected = [block.groups[0].layers[0].k.tobytes()[:64], block.tokens.tobytes()[:64]]
     values = [bytes(client(redis_port).get(name)) for name in client(redis_port).keys("*")]
     assert sum(map(len, values)) > 50_000
-    assert not any(part in value for value in values for part in wanted)
+    assert not any(part in value for value in values for part in expected)
 
 
 def test_what_is_removed_goes_there_too(remote: Callable[..., str]) -> None:
@@ -324,17 +324,17 @@ def check_damage(port: int, n: int, key: bytes | None) -> None:
             read = other.read(match) if match is not None else None
             if match is not None and read is not None:
                 found += 1
-                wanted = [blocks[0], blocks[1].slice(100, max(101, match.n_tokens))]
+                expected = [blocks[0], blocks[1].slice(100, max(101, match.n_tokens))]
                 if match.n_tokens <= 100:
-                    wanted = [blocks[0].slice(0, match.n_tokens)]
-                assert all(same(a, b) for a, b in zip(read, wanted, strict=True)), trial
+                    expected = [blocks[0].slice(0, match.n_tokens)]
+                assert all(same(a, b) for a, b in zip(read, expected, strict=True)), trial
     assert n // 4 < found < n  # damage did matter, and not always
 
 
 @pytest.mark.needs("redis")
 @pytest.mark.parametrize(
     ("key", "piece", "n"),
-    [(KEY, PIECE, 60), (None, 8192, 60), pytest.param(KEY, PIECE, 1000, marks=pytest.mark.slow)],
+    [(KEY, PART_BYTES, 60), (None, 8192, 60), pytest.param(KEY, PART_BYTES, 1000, marks=pytest.mark.slow)],
     ids=["encrypted", "plain", "many"],
 )
 def test_damaged_values(
@@ -346,7 +346,7 @@ def test_damaged_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.CRITICAL, "mixedkv.store")
-    monkeypatch.setattr(tier, "PIECE", piece)
+    monkeypatch.setattr(tier, "PART_BYTES", piece)
     check_damage(redis_port, n, key)
 
 
@@ -456,14 +456,14 @@ def test_who_takes_over_the_same_leaves_the_others_file(url: str, tmp_path: Path
     write(url)
     both = threading.Barrier(2)
     with open_store(url, tmp_path) as one, open_store(url, tmp_path) as other:
-        pieces = tier.RemoteTier._pieces
+        pieces = tier.RemoteTier._parts
         with pytest.MonkeyPatch.context() as patch:
 
-            def slowly(self: Any, wanted: Any, until: float) -> Any:
+            def slowly(self: Any, expected: Any, until: float) -> Any:
                 both.wait(PATIENCE)
-                return pieces(self, wanted, until)
+                return pieces(self, expected, until)
 
-            patch.setattr(tier.RemoteTier, "_pieces", slowly)
+            patch.setattr(tier.RemoteTier, "_parts", slowly)
             with ThreadPoolExecutor() as pool:
                 found = list(pool.map(lambda store: store.find(WHO, TOKENS), (one, other)))
         assert [match and match.n_tokens for match in found] == [200, 200]

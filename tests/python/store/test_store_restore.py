@@ -36,7 +36,7 @@ def check_continuations(tmp_path: Path, kv: str, n: int) -> None:
     """Never left, from memory, from disk, and from disk in a new process: the same ids and logits."""
     with open_llama(kv) as llm:
         tasks = [task(llm, i) for i in range(n)]
-        wanted = []
+        expected = []
         with KVStore(tmp_path / "kv") as store:
             for i, (tokens, follow_up) in enumerate(tasks):
                 llm.reset()
@@ -45,20 +45,20 @@ def check_continuations(tmp_path: Path, kv: str, n: int) -> None:
                     llm.eval(turn)
                     saved = store.save(llm)
                     assert (saved.n_stored, saved.reason) == (len(turn), "")
-                wanted.append(continue_greedily(llm, follow_up))
+                expected.append(continue_greedily(llm, follow_up))
             assert len(store.entries()) == n + n // 2
-            check_all(store, llm, tasks, wanted, "ram")
+            check_all(store, llm, tasks, expected, "ram")
         with KVStore(tmp_path / "kv", max_ram_bytes=0) as store:
-            check_all(store, llm, tasks, wanted, "disk")
+            check_all(store, llm, tasks, expected, "disk")
     (tmp_path / "tasks").write_text(json.dumps(tasks))
     command = [sys.executable, "-m", "support.children.store_child", kv, tmp_path / "kv", tmp_path / "tasks"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=TESTS, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads(done.stdout) == [[ids, logits.tobytes().hex()] for ids, logits in wanted]
+    assert json.loads(done.stdout) == [[ids, logits.tobytes().hex()] for ids, logits in expected]
 
 
-def check_all(store: KVStore, llm: Llama, tasks: list, wanted: list, tier: str) -> None:
-    for (tokens, follow_up), (ids, logits) in zip(tasks, wanted, strict=True):
+def check_all(store: KVStore, llm: Llama, tasks: list, expected: list, tier: str) -> None:
+    for (tokens, follow_up), (ids, logits) in zip(tasks, expected, strict=True):
         restored = store.restore(llm, [*tokens, *follow_up])
         assert (restored.n_tokens, restored.exact, restored.tier) == (len(tokens), True, tier)
         assert restored.reason == ""
@@ -97,12 +97,12 @@ def test_other_models(
         store.save(llm)
         llm.eval(tokens[200:290])
         store.save(llm)
-        wanted = continue_greedily(llm, tokens[290:])
+        expected = continue_greedily(llm, tokens[290:])
         restored = store.restore(llm, tokens)
         assert (restored.n_tokens, restored.exact) == (290, True)
         got = continue_greedily(llm, tokens[290:])
-        assert got[0] == wanted[0]
-        assert np.array_equal(got[1], wanted[1])
+        assert got[0] == expected[0]
+        assert np.array_equal(got[1], expected[1])
 
 
 @pytest.mark.parametrize("kv", ["f16", "mixed"])
@@ -119,12 +119,12 @@ def test_a_cut_sequence_continues(tmp_path: Path, kv: str) -> None:
         got = continue_greedily(llm, other[n:])
         llm.reset()
         llm.eval(tokens[:n])
-        wanted = continue_greedily(llm, other[n:])
-        assert np.array_equal(got[1], wanted[1]) == (kv == "f16")
+        expected = continue_greedily(llm, other[n:])
+        assert np.array_equal(got[1], expected[1]) == (kv == "f16")
         if kv == "f16":
-            assert got[0] == wanted[0]
+            assert got[0] == expected[0]
         else:
-            assert np.corrcoef(got[1], wanted[1])[0, 1] > 0.95
+            assert np.corrcoef(got[1], expected[1])[0, 1] > 0.95
             llm.reset()
             missed = store.restore(llm, other, exact_only=True)
             assert (missed.n_tokens, missed.hit, missed.reason.partition(":")[0]) == (0, False, "inexact")
@@ -175,9 +175,9 @@ def test_damage_on_the_way_is_passed_over(tmp_path: Path) -> None:
         llm.reset()
         llm.eval(tokens[:30])
         llm.eval(tokens[30:60])
-        wanted = continue_greedily(llm, follow_up)
-        assert got[0] == wanted[0]
-        assert np.array_equal(got[1], wanted[1])
+        expected = continue_greedily(llm, follow_up)
+        assert got[0] == expected[0]
+        assert np.array_equal(got[1], expected[1])
 
 
 def test_what_the_cache_refuses_is_a_miss(tmp_path: Path) -> None:
@@ -273,12 +273,12 @@ def test_an_exact_end_is_stored_over_an_inexact_one() -> None:
         llm.eval(tokens[:n])
         assert 0 < store.save(llm).n_stored <= 32
         assert store.save(llm).n_stored == 0
-        wanted = continue_greedily(llm, follow_up)
+        expected = continue_greedily(llm, follow_up)
         restored = store.restore(llm, tokens[:n], exact_only=True)
         assert (restored.n_tokens, restored.exact) == (n, True)
         got = continue_greedily(llm, follow_up)
-        assert got[0] == wanted[0]
-        assert np.array_equal(got[1], wanted[1])
+        assert got[0] == expected[0]
+        assert np.array_equal(got[1], expected[1])
 
 
 def test_a_whole_window_is_stored_over_one_that_lacks_rows(zoo_path: Callable[[str], Path]) -> None:

@@ -20,7 +20,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.engine import Engine
-from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
+from mixedkv.engine.embed.embedding_context import EmbeddingContext, InputSpan
 from mixedkv.errors import ModelReadError
 from mixedkv.model.gguf_file import read_model_file
 from support import TESTS
@@ -136,7 +136,10 @@ def test_memory_says_how_much_is_streamed(model: Path) -> None:
 
 def _vectors(llm: Llama) -> list[bytes]:
     context = EmbeddingContext(llm, read_model_file(llm.model_path), n_ctx=64, n_batch=32)
-    pieces = [[Piece(PROMPT[:20], 0, False)], [Piece(PROMPT[20:], 20, True), Piece(PROMPT[:7], 0, True)]]
+    pieces = [
+        [InputSpan(PROMPT[:20], 0, False)],
+        [InputSpan(PROMPT[20:], 20, True), InputSpan(PROMPT[:7], 0, True)],
+    ]
     return [context.evaluate(each).tobytes() for each in pieces * 8]
 
 
@@ -159,7 +162,7 @@ def test_a_context_for_embeddings_takes_turns_with_answers(
 def test_a_context_for_embeddings_says_which_file(copy: Path) -> None:
     with _open(copy, kv="f16", stream_layers=N_LAYER) as llm:
         context = EmbeddingContext(llm, read_model_file(copy), n_ctx=64, n_batch=32)
-        one = Piece(PROMPT[:20], 0, True)
+        one = InputSpan(PROMPT[:20], 0, True)
         assert context.evaluate([one]).any()
         os.truncate(copy, 1 << 20)
         with pytest.raises(ModelReadError, match=r"copy\.gguf.*shorter"):

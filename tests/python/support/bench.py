@@ -21,8 +21,8 @@ def run(path: Path, *arguments: str) -> list[Row]:
     return lines[1:]
 
 
-def by_kv(rows: list[Row], **wanted: object) -> dict[str, Row]:
+def by_kv(rows: list[Row], **expected: object) -> dict[str, Row]:
     """Rows by their spec, of those that have the wanted values."""
-    chosen = [row for row in rows if all(row.get(key) == value for key, value in wanted.items())]
+    chosen = [row for row in rows if all(row.get(key) == value for key, value in expected.items())]
     assert len({row["kv"] for row in chosen}) == len(chosen), "several rows of one setting"
     return {row["kv"]: row for row in chosen}

@@ -32,8 +32,8 @@ def tier_of(marks: Iterable[str], parameters: Mapping[str, Any], models: Iterabl
     return "nightly" if merged and "merged_nightly" in marks and marked in ("core", "full") else marked
 
 
-def may_have(text: str, wanted: str) -> bool:
+def may_have(text: str, expected: str) -> bool:
     """Whether a file with this text may have a test of the tier."""
     marks = re.findall(rf"\bmark\.({'|'.join((*TIERS, *MOVES))})\b", text)
     tiers = {tier for mark in marks for tier in MOVES.get(mark, (TIERS.get(mark),))}
-    return wanted in tiers or not tiers  # without marks: pytest says that they are missing
+    return expected in tiers or not tiers  # without marks: pytest says that they are missing

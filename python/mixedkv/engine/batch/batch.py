@@ -35,13 +35,13 @@ class Batch:
         )
         self._native = self._arrays.native
         # of runs: with the batch's index, position and number of their tokens
-        self._asked: list[tuple[PromptLogprobs, int, int, int]] = []
+        self._requested: list[tuple[PromptLogprobs, int, int, int]] = []
 
     def __len__(self) -> int:
         return int(self._native.n_tokens)
 
     def clear(self) -> None:
-        self._native.n_tokens, self._asked = 0, []
+        self._native.n_tokens, self._requested = 0, []
 
     def add(
         self,
@@ -75,20 +75,20 @@ class Batch:
     def _add_run(self, run: Run[Job]) -> None:
         job, first = run.job, run.job.n_rows
         assert job.seq is not None
-        wanted = job.answer.prompt_logprobs
-        asked = wanted if wanted is not None and wanted.wants(first) else None
-        if asked is not None:
-            self._asked.append((asked, len(self), first, run.n))
-        inputs, every = job.inputs(first, first + run.n), asked is not None
+        logprobs = job.answer.prompt_logprobs
+        requested = logprobs if logprobs is not None and logprobs.wants(first) else None
+        if requested is not None:
+            self._requested.append((requested, len(self), first, run.n))
+        inputs, every = job.inputs(first, first + run.n), requested is not None
         self.add(inputs, first, job.seq.id, logits=run.chooses or every, every=every)
         if run.drafts:
             self.add(run.drafts, first + run.n, job.seq.id, logits=True, every=True)
 
     def decode(
-        self, context: Any, kv: KVCache | None = None, wanted: npt.NDArray[np.uint32] | None = None
+        self, context: Any, kv: KVCache | None = None, needed: npt.NDArray[np.uint32] | None = None
     ) -> int:
         """Evaluate the batch and return llama_decode's code; `kv`: the context's, where it is a `Llama`'s."""
-        code = decode(context, self._native) if kv is None else kv.decode(self._native, wanted)
-        for asked, index, first, n in self._asked if code == 0 else ():
-            asked.take(context, index, first, n)
+        code = decode(context, self._native) if kv is None else kv.decode(self._native, needed)
+        for requested, index, first, n in self._requested if code == 0 else ():
+            requested.take(context, index, first, n)
         return code

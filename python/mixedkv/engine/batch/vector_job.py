@@ -57,7 +57,7 @@ class VectorJob(Job):
         self.prefix.first, self.prefix.most_cut = self.n_prompt - len(vectors), most_cut
         self.n_hidden = n_hidden
         self.rows = resume  # the sequence that has the session's rows
-        self._pieces: list[Vectors] = []
+        self._parts: list[Vectors] = []
 
     def begin(self, seq: Sequence, n_cached: int, exact: bool) -> bool:
         self.rows = seq
@@ -71,19 +71,19 @@ class VectorJob(Job):
         p0, width = self.n_rows, self.vectors.shape[1]
         for p in range(max(p0, self.n_prompt - self.n_hidden), p0 + n):
             row = llama_cpp.llama_get_embeddings_ith(context, index + p - p0)
-            self._pieces.append(np.ctypeslib.as_array(row, (width,)).copy())
+            self._parts.append(np.ctypeslib.as_array(row, (width,)).copy())
 
     @property
     def hidden(self) -> Vectors:
         """The hidden states that were asked for.
 
         Raises:
-            RowsGoneError: the row of a wanted token existed already, so its hidden state was not computed.
+            RowsGoneError: the row of a requested token existed already, so its hidden state was not computed.
             NotFiniteError: the model returned values that are no numbers.
         """
-        if len(self._pieces) < self.n_hidden:
+        if len(self._parts) < self.n_hidden:
             raise RowsGoneError("these tokens were evaluated before: their hidden states have gone")
-        hidden = np.array(self._pieces[-self.n_hidden :], np.float32) if self.n_hidden else _NONE
+        hidden = np.array(self._parts[-self.n_hidden :], np.float32) if self.n_hidden else _NONE
         if not np.isfinite(hidden).all():
             raise NotFiniteError("hidden states")
         return hidden

@@ -48,11 +48,11 @@ def _tokens_up_to(
     behind = accumulate(len(detokenizer.name(token)) for token in reversed(tokens))
     found = []
     n, n_bytes = len(tokens), 0
-    for message_id, wanted in ends:
-        while n_bytes < wanted and n > 0:
+    for message_id, end in ends:
+        while n_bytes < end and n > 0:
             n_bytes = next(behind)
             n -= 1
-        if n_bytes > wanted:  # the message's last token continues after its end
+        if n_bytes > end:  # the message's last token continues after its end
             found.append((message_id, n + 1))
         else:
             found.append((message_id, n))

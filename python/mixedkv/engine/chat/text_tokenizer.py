@@ -151,7 +151,7 @@ class TextTokenizer:
     def _any_special(self) -> re.Pattern[str]:
         return re.compile(_any_of(self._special))
 
-    def _piece_text(self, token: int) -> str:
+    def _token_text(self, token: int) -> str:
         return llama_cpp.llama_vocab_get_text(self._vocab, token).decode("utf-8") if token >= 0 else ""
 
 

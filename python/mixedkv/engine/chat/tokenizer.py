@@ -61,8 +61,8 @@ class Tokenizer(TextTokenizer):
         if not _llama_cpp.has_vocabulary(llm):
             raise UnsupportedModelError(NO_VOCABULARY)
         super().__init__(llm)
-        self._eos = self._piece_text(llm.token_eos())
-        bos = self._piece_text(llm.token_bos())
+        self._eos = self._token_text(llm.token_eos())
+        bos = self._token_text(llm.token_bos())
         own = llm.metadata.get("tokenizer.chat_template", "")
         self.chat_template: str = "" if chat_format else chat_template or own
         self._formatter = _make_formatter(chat_format, self.chat_template, bos, self._eos)
@@ -351,8 +351,8 @@ class Tokenizer(TextTokenizer):
         if len(others) != len(images):
             raise ValueError(f"messages: of {len(images)} images the prompt shows {len(others)}")
         tokens = self.prompt(first, start=start, long=long)
-        for image, piece in zip(images, others, strict=True):
-            tokens += [*image.tokens, *self.prompt(piece, start=False, long=long)]
+        for image, part in zip(images, others, strict=True):
+            tokens += [*image.tokens, *self.prompt(part, start=False, long=long)]
         return tokens
 
     def thought(self, tags: ThoughtTags, budget: int | None = None) -> Thought:

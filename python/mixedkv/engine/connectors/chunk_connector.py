@@ -121,8 +121,8 @@ class ChunkConnector(StoreConnector):
     def _find(self, job: Job) -> Offer | None:
         return super()._find(job) or (Offer(None) if job.prefix.accept == "chunks" else None)
 
-    def _is_wanted(self, job: Job, offer: Offer, n: int) -> bool:
-        return job.prefix.accept == "chunks" or super()._is_wanted(job, offer, n)
+    def _saves_enough(self, job: Job, offer: Offer, n: int) -> bool:
+        return job.prefix.accept == "chunks" or super()._saves_enough(job, offer, n)
 
     def _read(self, job: Job, offer: Offer, n: int) -> None:
         super()._read(job, offer, n)

@@ -123,7 +123,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class FetchTask:
     """A job whose KV is looked for; or, if it has an `offer`, read from position `n` on."""
 
     job: Job
@@ -145,7 +145,7 @@ class StoreConnector:
         self._identities: dict[str, Identity] = {}
         self._identity_lock = threading.Lock()
         self._finished: queue.SimpleQueue[_Finished | None] = queue.SimpleQueue()
-        self._wanted: queue.SimpleQueue[Wanted | None] = queue.SimpleQueue()
+        self._fetches: queue.SimpleQueue[FetchTask | None] = queue.SimpleQueue()
         self._closed, self._asking = False, threading.Lock()
         self._n_unstored = 0
         self._threads: list[threading.Thread] = []
@@ -158,7 +158,7 @@ class StoreConnector:
         if not engine.threaded:
             return
         self._begin("mixedkv-offload", self._finished, self._put, self._stored)
-        self._begin("mixedkv-fetch", self._wanted, self._fetch, lambda wanted: engine.ready(wanted.job))
+        self._begin("mixedkv-fetch", self._fetches, self._fetch, lambda task: engine.ready(task.job))
 
     def _begin(
         self,
@@ -215,9 +215,9 @@ class StoreConnector:
         if job.n_prompt <= job.prefix.least:
             return False
         if self._engine.threaded:
-            self._wanted.put(Wanted(job))
+            self._fetches.put(FetchTask(job))
         else:
-            self._do(Wanted(job), self._fetch)
+            self._do(FetchTask(job), self._fetch)
         return self._engine.threaded
 
     def read(self, job: Job, n: int) -> bool:
@@ -226,17 +226,17 @@ class StoreConnector:
         """
         offer, job.prefix.offer = job.prefix.offer, None
         assert isinstance(offer, Offer)
-        if not self._is_wanted(job, offer, n):
+        if not self._saves_enough(job, offer, n):
             return False
         if not self._engine.threaded:
-            self._do(Wanted(job, offer, n), self._fetch)
+            self._do(FetchTask(job, offer, n), self._fetch)
             return False
         with self._asking:  # nothing is fetched any more once closing has begun
             if not self._closed:
-                self._wanted.put(Wanted(job, offer, n))
+                self._fetches.put(FetchTask(job, offer, n))
             return not self._closed
 
-    def _is_wanted(self, job: Job, offer: Offer, n: int) -> bool:
+    def _saves_enough(self, job: Job, offer: Offer, n: int) -> bool:
         return offer.has_more(n, job.prefix.least)
 
     # --- outside ---
@@ -259,7 +259,7 @@ class StoreConnector:
         self._finished.put(None)
         with self._asking:
             self._closed = True
-            self._wanted.put(None)
+            self._fetches.put(None)
         for thread in self._threads:
             thread.join()
         if self._closes:
@@ -281,7 +281,7 @@ class StoreConnector:
         except Exception as error:  # a failure to store never fails a request
             if not is_full(error):  # the store has logged it already
                 log.warning("the store: %s: %s", type(error).__name__, error)
-            if isinstance(item, _Finished | Wanted):
+            if isinstance(item, _Finished | FetchTask):
                 item.job.store_problem = str(error)
             self._engine.observer.store_failed(type(error).__name__)
         finally:
@@ -303,13 +303,13 @@ class StoreConnector:
                 known = self._identities[tenant] = Identity.of(self._engine.llm, tenant=tenant)
             return known
 
-    def _fetch(self, wanted: Wanted) -> None:
-        if wanted.job.cancelled:
+    def _fetch(self, task: FetchTask) -> None:
+        if task.job.cancelled:
             return
-        if wanted.offer is None:
-            wanted.job.prefix.offer = self._find(wanted.job)
+        if task.offer is None:
+            task.job.prefix.offer = self._find(task.job)
         else:
-            self._read(wanted.job, wanted.offer, wanted.n)
+            self._read(task.job, task.offer, task.n)
 
     def _find(self, job: Job) -> Offer | None:
         tokens = job.prompt[: job.n_prompt - 1]

@@ -97,15 +97,15 @@ class DraftModel:
             for follower, tokens in read:
                 follower.tokens = np.append(follower.tokens, np.array(tokens, np.int32))
 
-    def draft(self, wanted: Sequence[tuple[Job, int]]) -> list[list[int]]:
+    def draft(self, requested: Sequence[tuple[Job, int]]) -> list[list[int]]:
         """Return up to the given number of drafts for each job; none for a job that was not read yet."""
-        drafts: list[list[int]] = [[] for _ in wanted]
+        drafts: list[list[int]] = [[] for _ in requested]
         at_work = []
-        for (job, n), made in zip(wanted, drafts, strict=True):
+        for (job, n), made in zip(requested, drafts, strict=True):
             if len(job.tokens) + n <= self._n_ctx:
                 follower = self._follower(job)
                 left = job.tokens[len(follower.tokens) :]
-                if n > 0 and len(left) <= min(_LAST, self._batch.n_max // len(wanted)):
+                if n > 0 and len(left) <= min(_LAST, self._batch.n_max // len(requested)):
                     at_work.append((follower, left, n, made))
         while at_work:
             self._batch.clear()

@@ -190,19 +190,19 @@ class MtpHead:
             for reader, tokens in read:
                 reader.take_out(tokens)
 
-    def draft(self, wanted: Sequence[tuple[Job, int]]) -> list[list[int]]:
+    def draft(self, requested: Sequence[tuple[Job, int]]) -> list[list[int]]:
         """Return up to the given number of drafts for each job; none for a job with tokens that the head has
         still to `read`.
 
         The first pass evaluates each job's latest tokens with the model's hidden states. Each further pass
         evaluates the newest draft of every job that goes on, with the head's own state.
         """
-        drafts = [_Draft(self._reader(job), len(job.tokens), n) for job, n in wanted]
+        drafts = [_Draft(self._reader(job), len(job.tokens), n) for job, n in requested]
         self._batch.clear()
         begun = []
-        for draft, (job, n) in zip(drafts, wanted, strict=True):
+        for draft, (job, n) in zip(drafts, requested, strict=True):
             left = draft.end - len(draft.reader.tokens)
-            fits = draft.end + n <= self._n_ctx and left <= self._room // len(wanted)
+            fits = draft.end + n <= self._n_ctx and left <= self._room // len(requested)
             if n > 0 and fits and 0 < left == draft.reader.left(job):
                 draft.read = self._add(draft.reader, job, left, logits=True)
                 draft.row = len(self._batch) - 1

@@ -23,7 +23,7 @@ class DraftingModel(Protocol):
     def read(self, jobs: Iterable[Job], n_prompt: int) -> None:
         """Evaluate further tokens of running jobs, in a step with `n_prompt` tokens of prompts."""
 
-    def draft(self, wanted: Sequence[tuple[Job, int]]) -> list[list[int]]:
+    def draft(self, requested: Sequence[tuple[Job, int]]) -> list[list[int]]:
         """Return up to the given number of drafts for each job."""
         ...
 

@@ -73,7 +73,7 @@ class StepTime:
 class _Offer:
     """An offer of drafts: up to `n` tokens, each with the chance `rate` if those before it are right.
 
-    `drafts` is None where a `DraftingModel` makes them, as many as are wanted.
+    `drafts` is None where a `DraftingModel` makes them, as many as are requested.
     """
 
     run: Run[Job]
@@ -164,7 +164,7 @@ class Speculation:
         runs = [run for run in step.runs if run.job.answer.drafter is not None and run.job.n_answer]
         runs = [run for run in runs if not run.job.alone]  # a draft may be what gives no numbers
         offers = [self._offer(run) for run in runs]
-        counts = self._worth_it(offers, step.n_streams, time)
+        counts = self._profitable_counts(offers, step.n_streams, time)
         if self._together:
             counts = [min(counts) if len(runs) == step.n_streams else 0 for _ in counts]
         self._make([(offer, n) for offer, n in zip(offers, counts, strict=True) if n])
@@ -181,7 +181,7 @@ class Speculation:
             jobs = [job for job, drafter in drafted if drafter is not None and drafter.by_model]
             self._model.read(jobs, step.n_prompt)
 
-    def _worth_it(self, offers: Sequence[_Offer], n_streams: int, time: StepTime) -> list[int]:
+    def _profitable_counts(self, offers: Sequence[_Offer], n_streams: int, time: StepTime) -> list[int]:
         """Return how many drafts to take from each offer, the likeliest first.
 
         A draft is worth it if it adds tokens at a better rate than the step has without it.
@@ -209,16 +209,16 @@ class Speculation:
             return _Offer(run, max(0, most), answer.drafter.model_rate, None)
         return _Offer(run, len(drafts), rate, drafts)
 
-    def _make(self, wanted: list[tuple[_Offer, int]]) -> None:
+    def _make(self, requested: list[tuple[_Offer, int]]) -> None:
         """Add the drafts to their runs."""
-        for offer, n in wanted:
+        for offer, n in requested:
             if offer.drafts is not None:
                 offer.run.drafts = offer.drafts[:n]
-        asked = [(offer.run, n) for offer, n in wanted if offer.drafts is None]
-        if asked:
+        for_model = [(offer.run, n) for offer, n in requested if offer.drafts is None]
+        if for_model:
             assert self._model is not None
-            made = self._model.draft([(run.job, n) for run, n in asked])
-            for (run, _), drafts in zip(asked, made, strict=True):
+            made = self._model.draft([(run.job, n) for run, n in for_model])
+            for (run, _), drafts in zip(for_model, made, strict=True):
                 assert run.job.answer.drafter is not None
                 run.drafts = drafts
                 run.job.answer.drafter.modelled(drafts)

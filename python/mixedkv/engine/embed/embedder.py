@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece, Vectors, embedding_bytes
+from mixedkv.engine.embed.embedding_context import EmbeddingContext, InputSpan, Vectors, embedding_bytes
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.schedule.pacing import SLOWDOWN, Pace
 from mixedkv.errors import ClosedError, ModelChangedError, NotFiniteError, QueueFullError
@@ -26,18 +26,18 @@ _YIELD_SECONDS = 0.001
 
 
 class _Input:
-    """One text of a request, and the vectors of its pieces so far."""
+    """One text of a request, and the vectors of its spans so far."""
 
     def __init__(self, request: _Request, index: int, tokens: Sequence[int]) -> None:
         self.request, self.index, self.tokens = request, index, tokens
         self.vectors: list[Vectors] = []
         self.sizes: list[int] = []
 
-    def next_piece(self, n_max: int) -> Piece:
+    def next_span(self, n_max: int) -> InputSpan:
         first = sum(self.sizes)
         tokens = self.tokens[first : first + n_max]
         self.sizes.append(len(tokens))
-        return Piece(tokens, first, first + len(tokens) == len(self.tokens))
+        return InputSpan(tokens, first, first + len(tokens) == len(self.tokens))
 
 
 class _Request:
@@ -214,8 +214,8 @@ class Embedder:
 
     async def _slice(self) -> None:
         parts = self._compose(self._budget())
-        pieces = [piece for _, piece in parts]
-        call = self._engine.call(lambda: self._evaluate(pieces))
+        spans = [span for _, span in parts]
+        call = self._engine.call(lambda: self._evaluate(spans))
         try:
             vectors = await asyncio.wrap_future(call)
         except Exception as error:
@@ -225,8 +225,8 @@ class Embedder:
                 self._drop(item.request)
                 item.request.fail(error)
             return
-        for (item, piece), vector in zip(parts, vectors, strict=True):
-            self._take(item, piece, vector)
+        for (item, span), vector in zip(parts, vectors, strict=True):
+            self._take(item, span, vector)
 
     def _budget(self) -> int:
         """Return how many tokens the next slice may have; none in some steps of running answers. Beside
@@ -240,25 +240,25 @@ class Embedder:
             seconds = min(seconds, share)
         return max(1, min(n_slice, int(seconds / self._seconds) if self._seconds else _FIRST))
 
-    def _compose(self, budget: int) -> list[tuple[_Input, Piece]]:
-        """Choose the pieces of a slice: inputs that were begun come first, then those of all requests in
+    def _compose(self, budget: int) -> list[tuple[_Input, InputSpan]]:
+        """Choose the spans of a slice: inputs that were begun come first, then those of all requests in
         turn.
         """
-        parts: list[tuple[_Input, Piece]] = []
+        parts: list[tuple[_Input, InputSpan]] = []
         while budget > 0 and len(parts) < self.context.n_seq:
             item = self._begun or self._next_input()
             if item is None:
                 break
-            if not self.context.in_pieces and len(item.tokens) > budget:
+            if not self.context.can_split and len(item.tokens) > budget:
                 if parts:
                     self._put_back(item)
                     break
                 budget = len(item.tokens)
-            piece = item.next_piece(budget)
-            self._begun = None if piece.ends else item
-            parts.append((item, piece))
-            self._service.add(item.request.tenant, len(piece.tokens))
-            budget -= len(piece.tokens)
+            span = item.next_span(budget)
+            self._begun = None if span.ends else item
+            parts.append((item, span))
+            self._service.add(item.request.tenant, len(span.tokens))
+            budget -= len(span.tokens)
         return parts
 
     def _next_input(self) -> _Input | None:
@@ -286,10 +286,10 @@ class Embedder:
         if not self._requests[tenant]:
             del self._requests[tenant]
 
-    def _take(self, item: _Input, piece: Piece, vector: Vectors) -> None:
+    def _take(self, item: _Input, span: InputSpan, vector: Vectors) -> None:
         item.vectors.append(vector)
-        self._observer.embedded_piece(len(piece.tokens), piece.ends)
-        if not piece.ends:
+        self._observer.embedded_span(len(span.tokens), span.ends)
+        if not span.ends:
             return
         request = item.request
         request.vectors[item.index] = self.context.join(item.vectors, item.sizes)
@@ -301,18 +301,18 @@ class Embedder:
 
     # --- the engine's thread ---
 
-    def _evaluate(self, pieces: Sequence[Piece]) -> Iterable[Vectors]:
-        """Evaluate the pieces of a slice, or without pieces wait for a step."""
+    def _evaluate(self, spans: Sequence[InputSpan]) -> Iterable[Vectors]:
+        """Evaluate the spans of a slice, or without spans wait for a step."""
         self._watch()
         self._n_steps = self._engine.n_steps
-        self._n_tokens = n = sum(len(piece.tokens) for piece in pieces)
+        self._n_tokens = n = sum(len(span.tokens) for span in spans)
         self._slice_seconds = 0.0
-        if not pieces:
+        if not spans:
             return ()
         if isinstance(error := self._engine.closing_error, ModelChangedError):
             raise error
         began = time.perf_counter()
-        vectors = self.context.evaluate(pieces)
+        vectors = self.context.evaluate(spans)
         self._slice_seconds = seconds = time.perf_counter() - began
         self._observer.embedding_slice(seconds)
         if n >= min(_FIRST, self.context.n_slice):

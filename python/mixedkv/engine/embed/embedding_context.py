@@ -42,7 +42,7 @@ def embedding_bytes(file: ModelFile, *, n_ctx: int = 0, n_batch: int = 512) -> i
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class InputSpan:
     """Tokens of one input from position `first` on; `ends` if they are its last ones."""
 
     tokens: Sequence[int]
@@ -54,14 +54,14 @@ class EmbeddingContext:
     """A context for embeddings, or for the scores of a ranking model. It uses the weights of `llm` and is
     freed with it. Not thread-safe.
 
-    With causal attention an input can be evaluated in pieces, since its rows stay in the cache until its end;
-    otherwise it is one piece.
+    With causal attention an input can be evaluated in spans, since its rows stay in the cache until its end;
+    otherwise it is one span.
 
     Args:
         llm: a loaded model; its own context is not touched.
         file: its header.
         n_ctx: tokens of the longest input; 0 takes 2048, or the model's if that is less.
-        n_batch: maximum number of tokens in one slice; for a model that takes no pieces, that of the longest
+        n_batch: maximum number of tokens in one slice; for a model that takes no spans, that of the longest
             input.
 
     Raises:
@@ -79,10 +79,10 @@ class EmbeddingContext:
         self.pooling, self.ranks = self._choose_pooling(file), ranks(file)
         numbers = llama_cpp.llama_model_n_cls_out if self.ranks else llama_cpp.llama_model_n_embd_out
         self.n_embd = int(numbers(self._model))
-        self.in_pieces = not only_embeds(file)
+        self.can_split = not only_embeds(file)
         n_vocab = int(llm.n_vocab())
         self.n_slice = min(n_batch, max(_LEAST_SLICE, _MAX_LOGITS // n_vocab))
-        n_ubatch = self.n_slice if self.in_pieces else max(self.n_slice, self.n_ctx)
+        n_ubatch = self.n_slice if self.can_split else max(self.n_slice, self.n_ctx)
         self.n_seq = min(_MAX_STATES if not llm.kv.can_cut else _MAX_INPUTS, n_ubatch)
         self._batch = Batch(n_ubatch)
         self._held = 0  # the sequence whose input goes on
@@ -102,7 +102,7 @@ class EmbeddingContext:
     def _make(self, llm: Llama, n_ubatch: int) -> Any:
         params = llama_cpp.llama_context_default_params()
         # one input that goes on, and a slice of others
-        params.n_ctx = self.n_ctx + (n_ubatch if self.in_pieces else 0)
+        params.n_ctx = self.n_ctx + (n_ubatch if self.can_split else 0)
         params.n_batch = params.n_ubatch = n_ubatch
         params.n_seq_max, params.kv_unified = self.n_seq, True
         params.embeddings, params.pooling_type = True, self.pooling
@@ -118,26 +118,26 @@ class EmbeddingContext:
             )
         return ctx
 
-    def evaluate(self, pieces: Sequence[Piece]) -> Vectors:
-        """Evaluate a slice and return the pooled vector of each piece, [len(pieces), n_embd]; NaN where the
+    def evaluate(self, spans: Sequence[InputSpan]) -> Vectors:
+        """Evaluate a slice and return the pooled vector of each span, [len(spans), n_embd]; NaN where the
         model's values are no numbers.
 
-        The first piece may go on with the input of the last one before; all others begin an input. Every
-        piece but the last ends its input, whose rows are then dropped.
+        The first span may go on with the input of the last one before; all others begin an input. Every
+        span but the last ends its input, whose rows are then dropped.
 
         Raises:
             EngineError: llama.cpp failed; the input that went on is lost.
             ModelReadError: likewise, as a layer that is streamed could not be read.
         """
-        if not pieces[0].first:
+        if not spans[0].first:
             self.clear()  # the request for the rest was cancelled
-        assert self._holds == bool(pieces[0].first)
-        seqs = [(self._held + i) % self.n_seq for i in range(len(pieces))]
-        vectors = np.full((len(pieces), self.n_embd), np.nan, np.float32)
+        assert self._holds == bool(spans[0].first)
+        seqs = [(self._held + i) % self.n_seq for i in range(len(spans))]
+        vectors = np.full((len(spans), self.n_embd), np.nan, np.float32)
         n_known = int(self._is_spoiled)  # its rows have gone: there is nothing to go on from
-        if pieces[n_known:]:
-            vectors[n_known:] = self._run_apart_if_spoiled(pieces[n_known:], seqs[n_known:])
-        self._held, self._holds = seqs[-1], not pieces[-1].ends
+        if spans[n_known:]:
+            vectors[n_known:] = self._run_apart_if_spoiled(spans[n_known:], seqs[n_known:])
+        self._held, self._holds = seqs[-1], not spans[-1].ends
         self._is_spoiled = self._holds and not np.isfinite(vectors[-1]).all()
         if self._holds:
             for seq in seqs if self._is_spoiled else seqs[:-1]:
@@ -148,18 +148,18 @@ class EmbeddingContext:
             self._clear_unused()
         return vectors
 
-    def _run_apart_if_spoiled(self, pieces: Sequence[Piece], seqs: Sequence[int]) -> Vectors:
-        """Evaluate pieces together, or one by one where one gives values that are no numbers: llama.cpp's
+    def _run_apart_if_spoiled(self, spans: Sequence[InputSpan], seqs: Sequence[int]) -> Vectors:
+        """Evaluate spans together, or one by one where one gives values that are no numbers: llama.cpp's
         attention multiplies masked rows, so it spoils the others.
         """
-        vectors = self._run(pieces, seqs)
-        if len(pieces) == 1 or np.isfinite(vectors).all():
+        vectors = self._run(spans, seqs)
+        if len(spans) == 1 or np.isfinite(vectors).all():
             return vectors
-        runs = list(enumerate(zip(pieces, seqs, strict=True)))
-        can_run = [self._remove(seq, piece.first) for _, (piece, seq) in runs]
+        runs = list(enumerate(zip(spans, seqs, strict=True)))
+        can_run = [self._remove(seq, span.first) for _, (span, seq) in runs]
         self._clear_unused()
-        for i, (piece, seq) in runs:
-            vectors[i] = self._run([piece], [seq])[0] if can_run[i] else np.nan
+        for i, (span, seq) in runs:
+            vectors[i] = self._run([span], [seq])[0] if can_run[i] else np.nan
             if not np.isfinite(vectors[i]).all():
                 self._remove(seq, 0)
                 self._clear_unused()
@@ -173,11 +173,11 @@ class EmbeddingContext:
         if self._memory:
             _core.clear_unused(_llama_cpp.address(self._ctx))
 
-    def _run(self, pieces: Sequence[Piece], seqs: Sequence[int]) -> Vectors:
+    def _run(self, spans: Sequence[InputSpan], seqs: Sequence[int]) -> Vectors:
         """Run one llama_decode and return the pooled vectors."""
         self._batch.clear()
-        for piece, seq in zip(pieces, seqs, strict=True):
-            self._batch.add(piece.tokens, piece.first, seq, logits=True, every=True)
+        for span, seq in zip(spans, seqs, strict=True):
+            self._batch.add(span.tokens, span.first, seq, logits=True, every=True)
         code = self._batch.decode(self._ctx)
         if code != 0:
             self.clear()
@@ -193,7 +193,7 @@ class EmbeddingContext:
         return np.ctypeslib.as_array(vector, (self.n_embd,)).copy()
 
     def join(self, vectors: Sequence[Vectors], sizes: Sequence[int]) -> Vectors:
-        """Return the vector of an input, of length 1, from those of its pieces and their numbers of tokens;
+        """Return the vector of an input, of length 1, from those of its spans and their numbers of tokens;
         for a ranking model return its score.
         """
         if self.ranks:

@@ -48,7 +48,7 @@ class AnswerState:
         self.tokens = array("i")
         self._n_delivered = 0  # of the tokens
         self.has_new_line = self.late = False
-        self._pieces: list[str] = []
+        self._texts: list[str] = []
         self._logprobs: list[tuple[int, TokenLogprob]] = []  # with the character where the token starts
 
     @property
@@ -56,26 +56,26 @@ class AnswerState:
         """Number of tokens so far that belong to thoughts."""
         return self.thought.n_tokens if self.thought is not None else 0
 
-    def add(self, token: int, piece: bytes, logprob: TokenLogprob | None) -> Delta | None:
+    def add(self, token: int, token_bytes: bytes, logprob: TokenLogprob | None) -> Delta | None:
         """Add a token and its text; return what can be delivered now, if anything."""
         self.tokens.append(token)
-        self.has_new_line = self.has_new_line or b"\n" in piece
+        self.has_new_line = self.has_new_line or b"\n" in token_bytes
         start = self.text.n_seen
-        released = self.text.feed(piece)
+        released = self.text.feed(token_bytes)
         if logprob is not None:
             self._logprobs.append((start, logprob))
         if not self.request.stream:
-            self._pieces.append(released)
+            self._texts.append(released)
             return None
         if not released:
             return None
         begin, self._n_delivered = self._n_delivered, len(self.tokens)
         return Delta(released, self._certain_logprobs(), self.tokens[begin:])
 
-    def out_of_time(self, piece: bytes, seconds: float) -> bool:
+    def out_of_time(self, token_bytes: bytes, seconds: float) -> bool:
         """Return whether the answer ends with the line that a token ends, having taken so long."""
         most = self.request.max_seconds
-        self.late = most is not None and seconds > most and b"\n" in piece
+        self.late = most is not None and seconds > most and b"\n" in token_bytes
         return self.late
 
     def end_by(self, logprob: TokenLogprob) -> None:
@@ -87,7 +87,7 @@ class AnswerState:
         rest = self.text.finish()
         if self.text.stopped:
             self._logprobs = [entry for entry in self._logprobs if entry[0] < self.text.n_released]
-        return Done(reason, "".join([*self._pieces, rest]), tuple(each for _, each in self._logprobs))
+        return Done(reason, "".join([*self._texts, rest]), tuple(each for _, each in self._logprobs))
 
     def _certain_logprobs(self) -> tuple[TokenLogprob, ...]:
         certain = tuple(each for start, each in self._logprobs if start < self.text.n_released)
@@ -109,7 +109,7 @@ class CallTrigger:
         self._matcher: Matcher | None = matcher
         self._text = b""
 
-    def take(self, piece: bytes) -> Matcher | None:
+    def take(self, token_bytes: bytes) -> Matcher | None:
         """Add the text of the answer's next token. If a call begins in it, return the matcher for the text
         that follows.
 
@@ -117,7 +117,7 @@ class CallTrigger:
         """
         if self._matcher is None:
             return None
-        self._text += piece
+        self._text += token_bytes
         begin = min((at for word in self._words if (at := self._text.find(word)) >= 0), default=-1)
         if begin < 0:
             self._text = self._text[-self._keep :]
@@ -128,8 +128,8 @@ class CallTrigger:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next piece of an answer's text, with the log probabilities of the tokens that end in it. `tokens`
-    are those that were chosen since the piece before.
+    """The next text chunk of an answer, with the log probabilities of the tokens that end in it. `tokens`
+    are those that were chosen since the chunk before.
     """
 
     text: str

@@ -85,17 +85,17 @@ def _weights(x: Floats, temperature: float = 1.0) -> Floats:
 def _pick(weights: Floats, u: float) -> int:
     """Return the first place up to which the weights have a share of `u`: its block first."""
     sums = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64).cumsum()
-    wanted = u * sums[-1]
-    block = _first(sums, wanted)
+    target = u * sums[-1]
+    block = _first(sums, target)
     if block:
-        wanted -= sums[block - 1]
+        target -= sums[block - 1]
     begin = block * _BLOCK
-    return begin + _first(weights[begin : begin + _BLOCK].cumsum(dtype=np.float64), wanted)
+    return begin + _first(weights[begin : begin + _BLOCK].cumsum(dtype=np.float64), target)
 
 
-def _first(sums: npt.NDArray[np.float64], wanted: float) -> int:
+def _first(sums: npt.NDArray[np.float64], target: float) -> int:
     """Return the first place whose sum is at least this, the last one where none is."""
-    return min(int(np.searchsorted(sums, wanted)), len(sums) - 1)
+    return min(int(np.searchsorted(sums, target)), len(sums) - 1)
 
 
 def _sorted(x: Floats, places: Places) -> Places:

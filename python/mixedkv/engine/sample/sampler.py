@@ -135,7 +135,7 @@ class Sampler:
         """Return the tokens that the constraint forces: see `Matcher.certain`."""
         return self._matcher.certain() if self._matcher is not None else []
 
-    def wanted(self, drafts: Sequence[int]) -> Mask | None:
+    def possible_tokens(self, drafts: Sequence[int]) -> Mask | None:
         """Return the tokens that the next choice, and those behind drafts, can fall on under the constraint.
         None for any: draws and penalties look at all logits.
         """

@@ -137,7 +137,7 @@ class Observer:
     def embedded(self, outcome: str, seconds: float) -> None:
         """Note how a request for vectors ended: "stop", "abort" or "error"."""
 
-    def embedded_piece(self, n_tokens: int, ends: bool) -> None:
+    def embedded_span(self, n_tokens: int, ends: bool) -> None:
         """Count evaluated tokens; `ends` says that their input is complete and has its vector."""
 
     def embedding_slice(self, seconds: float) -> None:

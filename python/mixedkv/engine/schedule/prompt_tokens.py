@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.engine.schedule.request import Request
-from mixedkv.prompts.overflow import Gap, LongPrompt, without
+from mixedkv.prompts.overflow import DroppedTokens, LongPrompt, without
 from mixedkv.prompts.part import PromptPart, place
 from mixedkv.tokens import Tokens
 
@@ -23,7 +23,7 @@ class PromptTokens:
         tokens: prompt and answer.
         n_prompt, n_given: tokens of the prompt, and of the request's prompt.
         long: where the prompt does not fit, all of it.
-        gap: what is missing in `tokens`, and in `prompt`.
+        dropped_tokens: what is missing in `tokens`, and in `prompt`.
         n_left_out, n_answer_dropped: tokens missing in the prompt before work began, and in the answer.
         boundaries: where messages of the prompt begin and end.
         boundary: how many of its tokens the prompt of the next turn will begin with; 0 for all.
@@ -35,7 +35,7 @@ class PromptTokens:
         self.tokens = array("i", self.prompt.tobytes())
         self.n_prompt = self.n_given = len(self.tokens)
         self.long: LongPrompt | None = None
-        self.gap: Gap | None = None
+        self.dropped_tokens: DroppedTokens | None = None
         self.n_left_out = self.n_answer_dropped = 0
         self.parts: dict[int, PromptPart] = dict(place(request.parts, self.prompt)) if request.parts else {}
         self.boundaries: Seq[int] = ()
@@ -82,19 +82,19 @@ class PromptTokens:
     @property
     def n_dropped(self) -> int:
         """Return how many tokens do not fit the context, of prompt and answer."""
-        return self.gap.n if self.gap is not None else 0
+        return self.dropped_tokens.n if self.dropped_tokens is not None else 0
 
     def leave_out(self, long: LongPrompt, n: int) -> None:
         """Set the prompt to `long` without `n` tokens after its head. Only allowed before it has rows."""
         moved, self.n_left_out = n - self.n_dropped, n
-        self.long, self.gap, self.prompt = long, long.gap(n), long.without(n)
+        self.long, self.dropped_tokens, self.prompt = long, long.dropped_tokens(n), long.without(n)
         self.tokens = array("i", self.prompt.tobytes())
         self.n_prompt, self.boundaries = len(self.tokens), long.boundaries_without(n)
         self.boundary = max(0, self.boundary - moved)
 
     def drop(self, begin: int, end: int) -> None:
         """Drop tokens at positions [begin, end) to make room for more of the answer."""
-        self.gap = (self.gap or Gap(begin)).wider(self.all_tokens[begin:end])
+        self.dropped_tokens = (self.dropped_tokens or DroppedTokens(begin)).wider(self.all_tokens[begin:end])
         of_prompt = max(0, min(end, self.n_prompt) - begin)
         self.prompt = without(self.prompt, begin, of_prompt)
         self.n_prompt -= of_prompt

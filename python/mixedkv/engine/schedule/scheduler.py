@@ -210,10 +210,10 @@ class Scheduler(Generic[P]):
         for other in others:
             n = min(common_prefix(other.prompt, job.prompt), job.n_prompt - 1, other.n_shareable)
             if n - max(here, other.n_rows, job.prefix.n_fetched) >= _WAIT_FOR:
-                return self._worth_it(other, n, self.pool.is_exact_only(job.prefix.accept))
+                return self._will_be_shareable(other, n, self.pool.is_exact_only(job.prefix.accept))
         return False
 
-    def _worth_it(self, other: P, n: int, exact_only: bool) -> bool:
+    def _will_be_shareable(self, other: P, n: int, exact_only: bool) -> bool:
         """Return whether the first `n` rows of another job can be shared. Most caches need a checkpoint
         there.
         """
@@ -241,15 +241,15 @@ class Scheduler(Generic[P]):
             return False
         if gives_way is not None and gives_way.seq is not None:
             self._pause(gives_way)
-        if job.request.greedy and self.pool.asked_again(match, job.n_prompt):
+        if job.request.greedy and self.pool.repeats_its_prompt(match, job.n_prompt):
             match = replace(match, again=True)  # in the same cells the answer is the same, to the bit
         seq = self.pool.acquire(job.tenant, match)
         if seq is None:
             return False
-        seq.gap = job.gap
+        seq.dropped_tokens = job.dropped_tokens
         if job.begin(seq, match.n, match.exact):
             self._observer.started(job)
-        if match.moved and job.gap is not None:  # rows of a prompt that slid are not repaired or checked
+        if match.moved and job.dropped_tokens is not None:  # shifted rows are not repaired or checked
             job.no_imports()
         else:
             job.cut_parts(max(match.n, job.prefix.n_fetched))
@@ -344,9 +344,9 @@ class Scheduler(Generic[P]):
         otherwise each of two jobs could take the other's place.
         """
         cells = self._cells(self.running)
-        wanted = cells.pop(job.tenant, 0.0) + (job.n_cells + _HEADROOM) / self._limits(job.tenant).weight
+        needed = cells.pop(job.tenant, 0.0) + (job.n_cells + _HEADROOM) / self._limits(job.tenant).weight
         most = max(cells, key=cells.__getitem__, default="")
-        return self._youngest(most) if most in cells and cells[most] > wanted else None
+        return self._youngest(most) if most in cells and cells[most] > needed else None
 
     def _cells(self, jobs: Iterable[P]) -> dict[str, float]:
         """Return the cells of each tenant's jobs, divided by its weight; cells that jobs share count for
@@ -465,10 +465,10 @@ class Scheduler(Generic[P]):
         job.drop(begin, end)
         job.work.exact = False
         if self.pool.can_move:
-            self._close_gap(seq, begin, end)
+            self._remove_and_shift(seq, begin, end)
         else:
             self.pool.clear(seq)
-        seq.gap = job.gap
+        seq.dropped_tokens = job.dropped_tokens
 
     def drop_waiting(
         self, seq: Sequence, tenant: str, tokens: Tokens, begin: int, end: int, most_cut: int = 0
@@ -480,14 +480,14 @@ class Scheduler(Generic[P]):
         n = len(tokens)
         if seq.common(tokens) < n or self.pool.go_back(seq, tenant, n, most_cut).n < n:
             return False
-        return self._close_gap(seq, begin, end)
+        return self._remove_and_shift(seq, begin, end)
 
-    def _close_gap(self, seq: Sequence, begin: int, end: int) -> bool:
-        """Close a gap in a sequence, with room for copies of the rows that it shares."""
+    def _remove_and_shift(self, seq: Sequence, begin: int, end: int) -> bool:
+        """Drop [begin, end) of a sequence and shift later rows, which are copied where they are shared."""
         pool = self.pool
         while pool.used + pool.n_copied(seq, end) > self._n_ctx and pool.evict(spare=seq):
             self._observer.evicted()
-        return pool.close_gap(seq, begin, end)
+        return pool.remove_and_shift(seq, begin, end)
 
     def give_way(self, job: P) -> None:
         """Pause a long answer that has just dropped tokens until the waiting jobs had a turn, since it would

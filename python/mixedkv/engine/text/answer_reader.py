@@ -1,4 +1,4 @@
-"""Splits a model's output into text, thoughts and calls, at once or piece by piece."""
+"""Splits a model's output into text, thoughts and calls, at once or chunk by chunk."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SHORT, _GROWTH = 4096, 1 / 32
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The next piece of an answer: of its text, of a thought, or of the call number `index`.
+    """The next chunk of an answer: of its text, of a thought, or of the call number `index`.
 
-    A call's first piece has its `id` and its `name`.
+    A call's first chunk has its `id` and its `name`.
     """
 
     content: str = ""
@@ -180,7 +180,7 @@ class AnswerReader:
         return parts
 
     def _calls(self, calls: list[dict[str, str]], last: bool) -> list[Part]:
-        """Return new pieces of the calls. A name is certain once arguments, a call or the end follow."""
+        """Return new chunks of the calls. A name is certain once arguments, a call or the end follow."""
         parts = []
         for i, call in enumerate(calls if self._parallel else calls[:1]):
             id_ = name = ""

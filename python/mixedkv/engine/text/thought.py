@@ -58,19 +58,19 @@ class Thought:
         self._closing = list(self._close)
         return self._closing.pop(0)
 
-    def ends_within(self, piece: bytes) -> bool:
+    def ends_within(self, token_bytes: bytes) -> bool:
         """Return whether the thought ends in the middle of this token's text."""
         if not self.open:
             return False
-        text = self._tail + piece
+        text = self._tail + token_bytes
         found = _first(text, self._ends)
         return found is not None and bool(text[found:].strip())
 
-    def take(self, piece: bytes) -> None:
+    def take(self, token_bytes: bytes) -> None:
         """Note the text of the answer's next token."""
         self._empty = False
         self.n_tokens += self.open
-        text = self._tail + piece
+        text = self._tail + token_bytes
         while (end := _first(text, self._ends if self.open else (self._start,))) is not None:
             self.open = not self.open
             self.n_tokens += self.open

@@ -28,7 +28,7 @@ _NO_CHECKSUM = "0" * 64
 
 
 def encode(block: KVBlock, *, identity: bytes, entry: str) -> list[memoryview]:
-    """Encode a block to the bytes of a file, in pieces."""
+    """Encode a block to the bytes of a file, buffer by buffer."""
     metadata = {
         "format": FORMAT,
         "version": VERSION,

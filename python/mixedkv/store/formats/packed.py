@@ -261,9 +261,9 @@ def _rows(name: str, array: Array, n: int, n_head: int, size: int) -> Array:
     return array.reshape(n, n_head, size)
 
 
-def _to_other_rotary(keys: Array, n_rot: int, wanted: Rotary) -> Array:
+def _to_other_rotary(keys: Array, n_rot: int, target: Rotary) -> Array:
     """Convert rows to the other layout of RoPE, [n, n_head, size]."""
-    pairs = (2, n_rot // 2) if wanted == "interleaved" else (n_rot // 2, 2)
+    pairs = (2, n_rot // 2) if target == "interleaved" else (n_rot // 2, 2)
     turned = keys[..., :n_rot].reshape(*keys.shape[:2], *pairs).swapaxes(2, 3)
     whole: Array = np.concatenate([turned.reshape(*keys.shape[:2], n_rot), keys[..., n_rot:]], axis=2)
     return whole

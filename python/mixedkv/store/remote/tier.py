@@ -8,10 +8,10 @@ Entries are found by the hashes of their tokens, without a shared index:
 
     at/HASH             content hash of the last entry that was stored over this block boundary
     entry/CONTENT       the entry's row, and how its file is cut
-    piece/ID/I          piece I of its file, as it would lie on a disk
+    part/ID/I          part I of its file, as it would lie on a disk
 
 A boundary has a name if those before it in the same prompt have one, so a few questions find the last. What
-is missing or of another is a miss: an entry is written before the boundaries that name it, its pieces before
+is missing or of another is a miss: an entry is written before the boundaries that name it, its parts before
 it.
 """
 
@@ -55,8 +55,8 @@ from mixedkv.store.sealing import unseal
 from mixedkv.tokens import Tokens
 
 _VERSION = 1
-PIECE = 2 << 20  # bytes of a piece: larger ones are not faster, smaller ones are
-_MAX_PIECES = 1 << 20
+PART_BYTES = 2 << 20  # bytes of a part: larger ones are not faster, smaller ones are
+_MAX_PARTS = 1 << 20
 _HEX = ("content", "identity", "key")  # bytes in JSON
 _AHEAD = 64  # entries that are asked for together with the one that builds on them
 
@@ -94,11 +94,12 @@ class Manifest:
         return entry_name(self.row.content.hex())
 
     @property
-    def pieces(self) -> list[tuple[str, int]]:
+    def parts(self) -> list[tuple[str, int]]:
         """Their names and sizes."""
         n = self.row.nbytes
         return [
-            (f"v{_VERSION}/piece/{self.row.id}/{i}", min(PIECE, n - i * PIECE)) for i in range(-(-n // PIECE))
+            (f"v{_VERSION}/piece/{self.row.id}/{i}", min(PART_BYTES, n - i * PART_BYTES))
+            for i in range(-(-n // PART_BYTES))
         ]
 
     def encode(self) -> bytes:
@@ -122,7 +123,7 @@ class Manifest:
             row = sound_row([head[name] for name in FIELDS])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise EntryError("damaged", f"its description is not readable: {error}") from None
-        if row is None or row.nbytes > PIECE * _MAX_PIECES:
+        if row is None or row.nbytes > PART_BYTES * _MAX_PARTS:
             raise EntryError("damaged", "its description is not what was written")
         return cls(row, above)
 
@@ -204,7 +205,7 @@ _MAX_WAITING = 256  # entries that are still to be sent
 _NAMES = 512  # that are written or removed by one message
 _CLOSE_SECONDS = 20.0  # for what waits, when the store is closed
 _PAUSE = 0.05
-_PIECES_AHEAD = 4  # on their way at a time: the server copies what it is asked for
+_PARTS_AHEAD = 4  # on their way at a time: the server copies what it is asked for
 
 
 class _Send(NamedTuple):
@@ -242,7 +243,7 @@ class RemoteTier:
             self._breaker.failed(FAILURES)
             _LOG.warning("%s does not answer: the store goes without it until it does: %s", self, error)
         except RefusedError as error:
-            self._tell(f"{self} takes nothing: {error}")
+            self._warn_once(f"{self} takes nothing: {error}")
         except ValueError:
             self._shut()
             raise
@@ -307,7 +308,9 @@ class RemoteTier:
             self._failed(error)
             return False
         except OSError as error:  # of the folder
-            self._tell(f"what {self} has cannot be written here: {error.strerror or type(error).__name__}")
+            self._warn_once(
+                f"what {self} has cannot be written here: {error.strerror or type(error).__name__}"
+            )
             self._answered()
             return False
         self.remove(
@@ -320,35 +323,35 @@ class RemoteTier:
 
     def _take_over(self, identity: Identity, tokens: Tokens, chain: list[Manifest]) -> bool:
         """Take entries over, and return whether at least one of them was."""
-        wanted = [manifest for manifest in chain if not self._entries.has(manifest.row.content)]
-        until = time.monotonic() + self._seconds(sum(manifest.row.nbytes for manifest in wanted))
-        found = not wanted  # another thread or process was faster
+        missing = [manifest for manifest in chain if not self._entries.has(manifest.row.content)]
+        until = time.monotonic() + self._seconds(sum(manifest.row.nbytes for manifest in missing))
+        found = not missing  # another thread or process was faster
         try:
-            with closing(self._pieces([piece for each in wanted for piece in each.pieces], until)) as coming:
-                for manifest in wanted:
-                    self._adopt(identity, tokens, manifest, b"".join(islice(coming, len(manifest.pieces))))
+            with closing(self._parts([part for each in missing for part in each.parts], until)) as coming:
+                for manifest in missing:
+                    self._adopt(identity, tokens, manifest, b"".join(islice(coming, len(manifest.parts))))
                     found = True
         except EntryError as error:
             _LOG.warning("an entry of %s is not used: %s", self, error)
             if error.reason not in ("key", "version"):
                 self.remove([manifest.row.content])
         except (ParentGoneError, TooLargeError) as error:
-            self._tell(f"entries of {self} are not taken over for want of room ({type(error).__name__})")
+            self._warn_once(f"entries of {self} are not taken over for want of room ({type(error).__name__})")
         except ValueError as error:  # a right that was taken away meanwhile
             raise RemoteError(str(error)) from None
         return found
 
-    def _pieces(self, pieces: Sequence[tuple[str, int]], until: float) -> Generator[bytes, None, None]:
-        """Yield pieces of files in order, the next ones already on their way."""
+    def _parts(self, parts: Sequence[tuple[str, int]], until: float) -> Generator[bytes, None, None]:
+        """Yield parts of files in order, the next ones already on their way."""
         coming: deque[Future[list[bytes | None]]] = deque()
         try:
-            for i, (_, size) in enumerate(pieces):
-                for name, _ in pieces[i + len(coming) : i + _PIECES_AHEAD]:
+            for i, (_, size) in enumerate(parts):
+                for name, _ in parts[i + len(coming) : i + _PARTS_AHEAD]:
                     coming.append(self._submit(partial(self._backend.get, [name])))
-                (piece,) = coming.popleft().result(max(0.0, until - time.monotonic()))
-                if piece is None or len(piece) != size:
-                    raise EntryError("missing", "a piece of it is gone from the remote, or is another's")
-                yield piece
+                (part,) = coming.popleft().result(max(0.0, until - time.monotonic()))
+                if part is None or len(part) != size:
+                    raise EntryError("missing", "a part of it is gone from the remote, or is another's")
+                yield part
         except TimeoutError:
             raise RemoteError("it sends too slowly") from None
         finally:
@@ -377,13 +380,13 @@ class RemoteTier:
                 self._news.notify()
         if full:
             self._count("dropped")
-            self._tell(f"{self} takes less than is stored: entries are not sent")
+            self._warn_once(f"{self} takes less than is stored: entries are not sent")
 
     def remove(self, contents: Iterable[bytes]) -> None:
         """Remove entries there, by their content hashes, before others are sent."""
-        if wanted := list(contents):
+        if change := list(contents):
             with self._news:
-                self._waiting.appendleft(wanted)
+                self._waiting.appendleft(change)
                 self._news.notify()
 
     def _n_to_send(self) -> int:
@@ -400,26 +403,26 @@ class RemoteTier:
             if not self._breaker.allows():
                 self._closing.wait(_PAUSE)
                 continue
-            wanted = self._waiting[0]
+            change = self._waiting[0]
             try:
-                self._write_next(wanted)
+                self._write_next(change)
                 self._answered()
             except RemoteError as error:
                 self._failed(error)
                 continue
             with self._news:
-                self._waiting.remove(wanted)
+                self._waiting.remove(change)
 
-    def _write_next(self, wanted: _Send | list[bytes]) -> None:
+    def _write_next(self, change: _Send | list[bytes]) -> None:
         try:
-            if isinstance(wanted, list):
-                self._remove(wanted)
+            if isinstance(change, list):
+                self._remove(change)
             else:
-                self._send(wanted.entry, wanted.identity)
+                self._send(change.entry, change.identity)
         except RefusedError as error:
-            if isinstance(wanted, _Send):
+            if isinstance(change, _Send):
                 self._count("refused")
-            self._tell(f"{self} takes no more: {error}; what is refused is not sent again")
+            self._warn_once(f"{self} takes no more: {error}; what is refused is not sent again")
         except EntryError as error:
             _LOG.info("an entry is not sent to %s: %s", self, error)  # evicted meanwhile
         except RemoteError:
@@ -446,7 +449,7 @@ class RemoteTier:
         try:
             with self._entries.open(row) as (file, size):
                 manifest = Manifest(replace(row, nbytes=size), above)
-                for name, n in manifest.pieces:
+                for name, n in manifest.parts:
                     sent.append(name)
                     self._put({name: file.read(n)})
             self._put({manifest.name: manifest.encode()})
@@ -459,12 +462,12 @@ class RemoteTier:
     def _remove(self, contents: list[bytes]) -> None:
         """Remove entries: descriptions first, since they hold the keys."""
         names = [entry_name(content.hex()) for content in contents]
-        pieces: list[str] = []
+        parts: list[str] = []
         for data in self._get(names):
             if data is not None:
                 with suppress(EntryError):
-                    pieces += (name for name, _ in Manifest.decode(data).pieces)
-        for some in (names, pieces):
+                    parts += (name for name, _ in Manifest.decode(data).parts)
+        for some in (names, parts):
             for begin in range(0, len(some), _NAMES):
                 self._ask(self._backend.delete, some[begin : begin + _NAMES])
 
@@ -521,7 +524,7 @@ class RemoteTier:
         with self._lock:
             self._counts[name] += n
 
-    def _tell(self, message: str) -> None:
+    def _warn_once(self, message: str) -> None:
         """Log a message, each one once."""
         with self._lock:
             new = message not in self._told

@@ -59,7 +59,7 @@ class DiskTier:
 
     @contextmanager
     def publish(
-        self, name: str, pieces: Iterable[bytes | memoryview], durable: bool = True
+        self, name: str, buffers: Iterable[bytes | memoryview], durable: bool = True
     ) -> Iterator[None]:
         """Write a file and give it its name; within the block the caller puts it into the index. A file that
         is not `durable` may be damaged after a power cut.
@@ -70,8 +70,8 @@ class DiskTier:
         path = temporary
         try:
             with file:
-                for piece in pieces:
-                    file.write(piece)
+                for buffer in buffers:
+                    file.write(buffer)
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())
@@ -319,14 +319,14 @@ class FullDisk:
         if left := self._backoff.left:
             raise OSError(errno.ENOSPC, f"the disk is full: nothing is stored for {left:.0f} seconds")
 
-    def tell(self) -> None:
+    def warn_once(self) -> None:
         if not self._told:
             self._told = True
             _LOG.warning("the disk is full before the store is: entries are evicted for new ones")
 
     def failed(self) -> None:
         """Note that there was no room even after evictions, and wait longer each time."""
-        self.tell()
+        self.warn_once()
         self._backoff.failed()
 
     def succeeded(self) -> None:

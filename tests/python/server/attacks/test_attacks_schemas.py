@@ -54,7 +54,7 @@ def _hostile() -> list[dict[str, Any]]:
         "root ::= a0\n" + "\n".join(f'a{i} ::= "x" a{i + 1}' for i in range(340)) + '\na340 ::= "a"',
     ]
     return [
-        *({"response_format": wanted} for wanted in formats),
+        *({"response_format": expected} for expected in formats),
         *({"grammar": grammar} for grammar in grammars),
         *({"regex": regex} for regex in ("(a?){40}a{40}", "(.*a.{12})+", "a" * 30_000)),
     ]

@@ -51,8 +51,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 
 def _schema(schema: dict[str, Any]) -> tuple[str, bytes]:
-    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    return _chat(response_format=wanted)
+    expected = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return _chat(response_format=expected)
 
 
 def _links() -> dict[str, Any]:

@@ -56,7 +56,7 @@ def language() -> Iterator[Tokenizer]:
 def test_a_text_in_chunks_has_the_tokens_of_the_whole(
     language: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    special = [language._piece_text(token) for token in range(language.n_vocab)]
+    special = [language._token_text(token) for token in range(language.n_vocab)]
     special = [text for text in special if text.startswith("<|") and text.endswith("|>")]
     assert len(special) > 3
     r = random.Random(1)

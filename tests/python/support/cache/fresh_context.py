@@ -25,8 +25,8 @@ class FreshContext:
         for told in answer.result().logprobs:
             logits = self.logits()
             top = logits.max()
-            wanted = logits[told.token] - top - np.log(np.exp(logits - top).sum())
-            worst = max(worst, abs(told.logprob - float(wanted)))
+            expected = logits[told.token] - top - np.log(np.exp(logits - top).sum())
+            worst = max(worst, abs(told.logprob - float(expected)))
             self.llm.eval([told.token])
         return worst
 

@@ -217,7 +217,7 @@ class Ctx:
             positions = self.pos_max(seqs[0][0]) + 1
         if isinstance(positions, int):
             positions = range(positions, positions + n)
-        wanted = (
+        expected = (
             {"all": range(n), "last": [n - 1]}[logits_at] if isinstance(logits_at, str) else list(logits_at)
         )
         batch = llama_cpp.llama_batch_init(n, 0, max(len(s) for s in seqs))
@@ -227,11 +227,11 @@ class Ctx:
                 batch.token[i], batch.pos[i], batch.n_seq_id[i] = int(token), int(pos), len(ids)
                 for j, seq in enumerate(ids):
                     batch.seq_id[i][j] = seq
-                batch.logits[i] = i in wanted
+                batch.logits[i] = i in expected
             code = llama_cpp.llama_decode(self.ptr, batch)
             if code != 0:
                 raise DecodeError(code)
-            return np.stack([self._logits(i) for i in wanted])
+            return np.stack([self._logits(i) for i in expected])
         finally:
             llama_cpp.llama_batch_free(batch)
 
@@ -355,12 +355,12 @@ class Ctx:
 
         return _core.short_from(self.address)[seq]
 
-    def rest(self, seq: int) -> None:
+    def release_hot_rows(self, seq: int) -> None:
         from mixedkv import _core
 
         _core.rest(self.address, seq)
 
-    def wake(self, seq: int) -> None:
+    def hold_hot_rows(self, seq: int) -> None:
         from mixedkv import _core
 
         _core.wake(self.address, seq)

@@ -65,10 +65,10 @@ def rows(llm: Llama, seq: int, n: int) -> Rows:
     return found
 
 
-def off(got: Rows, wanted: Rows, layers: int | None = None) -> float:
+def off(got: Rows, expected: Rows, layers: int | None = None) -> float:
     """Return the largest relative error of a row of the first layers that both have, in the same type."""
     worst = 0.0
-    for key, table in wanted.items():
+    for key, table in expected.items():
         if layers is not None and key[0] >= layers:
             continue
         both = [at for at in got[key] if at in table]
@@ -342,10 +342,10 @@ class Subject:
     def _compare_answer(self, llm: Llama, seq: int, tokens: list[int]) -> None:
         if llm.kv.exact(seq, tokens) < len(tokens):
             return
-        got, wanted = log_softmax(_logits(llm)), log_softmax(self.fresh.logits(tokens))
-        likely = wanted > np.log(0.01)
+        got, expected = log_softmax(_logits(llm)), log_softmax(self.fresh.logits(tokens))
+        likely = expected > np.log(0.01)
         self.tally.n_answers += 1
-        self.tally.answer = max(self.tally.answer, float(np.abs(got - wanted)[likely].max(initial=0.0)))
+        self.tally.answer = max(self.tally.answer, float(np.abs(got - expected)[likely].max(initial=0.0)))
 
 
 def _logits(llm: Llama) -> npt.NDArray[np.float32]:

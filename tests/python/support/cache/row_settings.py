@@ -153,10 +153,10 @@ def read_all(llm: Llama, n: int) -> Rows:
     return found
 
 
-def furthest(rows: Rows, wanted: Rows) -> float:
+def furthest(rows: Rows, expected: Rows) -> float:
     """How far a row is off at most, as a share of its size. Sliding windows may have let go of rows."""
     worst = 0.0
-    for name, want in wanted.items():
+    for name, want in expected.items():
         n = min(len(want), len(rows[name]))
         if n:
             off = np.linalg.norm(rows[name][-n:] - want[-n:], axis=1)

@@ -18,7 +18,7 @@ from mixedkv import Llama
 from mixedkv.constrain.constraint_text import Constraint
 from mixedkv.engine import ChunkConnector, Engine, StoreConnector
 from mixedkv.engine.batch.vector_job import VectorJob
-from mixedkv.engine.embed.embedding_context import EmbeddingContext, Piece
+from mixedkv.engine.embed.embedding_context import EmbeddingContext, InputSpan
 from mixedkv.engine.jobs.drafter import Drafter
 from mixedkv.engine.jobs.job import Job
 from mixedkv.engine.sample.sampling import Sampling
@@ -221,7 +221,7 @@ class Bench:
             self.used.add("chunks")
         if job.cached_tier in ("ram", "disk"):
             self.used |= {"store", "sessions"}
-        if job.gap is not None:
+        if job.dropped_tokens is not None:
             self.used.add("slide")
         if job.answer.drafter is not None and job.answer.drafter.n_drafted:
             self.used.add("drafts")
@@ -245,7 +245,7 @@ class Bench:
             state = self.engine.call(self.llm.save_state).result(PATIENCE)
             self.engine.call(lambda: self._load(state)).result(PATIENCE)
         if self.embedder is not None:
-            piece = Piece([token for token in tokens if token >= 0][:30], 0, True)
+            piece = InputSpan([token for token in tokens if token >= 0][:30], 0, True)
             first, again = (
                 self.engine.call(lambda: self.embedder.evaluate([piece])).result(PATIENCE)
                 for _ in range(2)  # type: ignore[union-attr]

@@ -106,10 +106,10 @@ def _grammar(chance: random.Random) -> str:
 
 def compile_one(seed: int) -> tuple[float, str]:
     """Compile the constraint of a seed; return this process's seconds of a processor, and what came of it."""
-    wanted = constraint(random.Random(seed))
+    expected = constraint(random.Random(seed))
     began = time.process_time()
     try:
-        BYTES.compile(wanted)
+        BYTES.compile(expected)
     except ValueError as error:
         said = str(error)
         refused = "takes more than" in said

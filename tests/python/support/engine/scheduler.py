@@ -65,7 +65,7 @@ class Cells:
             if p0 <= p and (p1 < 0 or p < p1):
                 self._put(target, p, cells)
 
-    def close_gap(self, seq: int, begin: int, end: int, *, shared: Any = None) -> None:
+    def remove_and_shift(self, seq: int, begin: int, end: int, *, shared: Any = None) -> None:
         n = self.length(seq)
         if shared is None:
             self.remove(seq, begin, end)
@@ -95,10 +95,10 @@ class Cells:
     def validity(self, seq: int, tokens: Any, p0: int = 0) -> Validities:
         return all_of(len(tokens), APPROXIMATE if seq in self.approximate else COMPUTED)
 
-    def rest(self, seq: int) -> None:
+    def release_hot_rows(self, seq: int) -> None:
         pass
 
-    def wake(self, seq: int) -> None:
+    def hold_hot_rows(self, seq: int) -> None:
         pass
 
 
@@ -219,7 +219,8 @@ class Desk:
         if job.n_answer >= job.request.max_tokens:
             self.scheduler.leave(job)
         elif job.request.slides and len(job.tokens) >= self.n_ctx:
-            head = job.gap.begin if job.gap is not None else head_of(NOWHERE, self.n_ctx)
+            part = job.dropped_tokens
+            head = part.begin if part is not None else head_of(NOWHERE, self.n_ctx)
             self.scheduler.drop(job, head, cut(len(job.tokens), head, self.n_ctx))
             self.scheduler.give_way(job)
 

@@ -33,7 +33,7 @@ class LocalHub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repos = repos
         self.cut, self.damage = 0, False
-        self.asked: list[tuple[str, str, str]] = []
+        self.requests: list[tuple[str, str, str]] = []
 
     def environ(self, home: Path) -> dict[str, str]:
         """Variables of a process that uses this hub, with a cache of its own."""
@@ -49,7 +49,9 @@ class LocalHub(ThreadingHTTPServer):
 
     def downloads(self) -> list[tuple[str, str]]:
         """Path and Range of the files that were asked for."""
-        return [(path, part) for method, path, part in self.asked if method == "GET" and "/resolve/" in path]
+        return [
+            (path, part) for method, path, part in self.requests if method == "GET" and "/resolve/" in path
+        ]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -66,8 +68,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(body=True)
 
     def _answer(self, body: bool) -> None:
-        path, wanted = unquote(urlsplit(self.path).path), self.headers.get("Range", "")
-        self.server.asked.append((self.command, path, wanted))
+        path, expected = unquote(urlsplit(self.path).path), self.headers.get("Range", "")
+        self.server.requests.append((self.command, path, expected))
         if path.startswith("/api/models/"):
             repo = "/".join(path.split("/")[3:5])
             if repo not in self.server.repos:
@@ -96,8 +98,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.damage:
             data = data[:-1] + bytes([data[-1] ^ 1])
         status, begin = 200, 0
-        if wanted.startswith("bytes="):
-            status, begin = 206, int(wanted.removeprefix("bytes=").partition("-")[0])
+        if expected.startswith("bytes="):
+            status, begin = 206, int(expected.removeprefix("bytes=").partition("-")[0])
             headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
         self._send(status, data[begin:], headers, body)
 

@@ -56,7 +56,7 @@ async def opened(url: str, n: int = 1, **options: Any) -> AsyncIterator[list[Con
             await manager.close()
 
 
-def wanted(**values: Any) -> CreateContextCacheRequest:
+def expected(**values: Any) -> CreateContextCacheRequest:
     return CreateContextCacheRequest(**{"model": "m", "prompt": "Once upon a time", **values})
 
 

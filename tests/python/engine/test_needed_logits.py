@@ -58,20 +58,20 @@ class Watched:
     """What the steps of an engine wanted: the share of the output matrix's blocks, and how many columns."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._patch, self._wanted = monkeypatch, stepping.wanted
+        self._patch, self._needed_logits = monkeypatch, stepping.needed_logits
         self.shares: list[float] = []
 
     def _watch(self, step: StepPlan[Job]) -> Mask | None:
-        mask = self._wanted(step)
+        mask = self._needed_logits(step)
         self.shares.append(1.0 if mask is None else np.count_nonzero(mask) / len(mask))
         return mask
 
     def partly(self) -> None:
         self.shares = []
-        self._patch.setattr(stepping, "wanted", self._watch)
+        self._patch.setattr(stepping, "needed_logits", self._watch)
 
     def wholly(self) -> None:
-        self._patch.setattr(stepping, "wanted", lambda step: None)
+        self._patch.setattr(stepping, "needed_logits", lambda step: None)
 
 
 @pytest.fixture
@@ -195,12 +195,12 @@ def test_drafts_are_checked_alike(
     assert name == "anything" or min(watched.shares) < 1
 
 
-def evaluate(llm: Llama, tokens: list[int], wanted: Mask | None = None) -> npt.NDArray[np.float32]:
+def evaluate(llm: Llama, tokens: list[int], needed_logits: Mask | None = None) -> npt.NDArray[np.float32]:
     """Logits of all these tokens, from an empty cache."""
     llm._ctx.kv_cache_clear()
     batch = NativeBatch(np.array(tokens, np.int32))
     batch.pos[:], batch.logits[:], batch.native.n_tokens = np.arange(len(tokens)), 1, len(tokens)
-    assert llm.kv.decode(batch.native, wanted) == 0
+    assert llm.kv.decode(batch.native, needed_logits) == 0
     return np.stack([logits_row(llm.ctx, i, llm.n_vocab()) for i in range(len(tokens))]).copy()
 
 
@@ -216,10 +216,10 @@ def test_logits_have_the_same_bits_or_are_not_there(
         for n_tokens in (1, 3, 20):
             tokens = random.integers(1, 200, n_tokens).tolist()
             whole = evaluate(llm, tokens)
-            wanted = random.integers(0, 2**32, -(-n_vocab // 32), np.uint32)
-            wanted[random.random(len(wanted)) < 0.6] = 0
-            there = np.repeat(wanted != 0, 32)[:n_vocab]
-            some = evaluate(llm, tokens, wanted)
+            needed_logits = random.integers(0, 2**32, -(-n_vocab // 32), np.uint32)
+            needed_logits[random.random(len(needed_logits)) < 0.6] = 0
+            there = np.repeat(needed_logits != 0, 32)[:n_vocab]
+            some = evaluate(llm, tokens, needed_logits)
             np.testing.assert_array_equal(some[:, there], whole[:, there])
             assert np.isneginf(some[:, ~there]).all()
             np.testing.assert_array_equal(evaluate(llm, tokens), whole)
