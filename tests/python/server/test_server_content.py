@@ -71,38 +71,6 @@ def test_documents_reach_the_model(server: Server, block: dict[str, Any]) -> Non
     assert used == count(server, with_it)
 
 
-def source(**fields: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": [{"type": "document", "source": fields}]}]}
-
-
-def said(*parts: dict[str, Any]) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": list(parts)}]}
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "name"),
-    [
-        ("/v1/messages", source(type="base64", media_type="application/pdf", data="JVBE"), "base64"),
-        ("/v1/messages", source(type="url", url="https://x.example/a.pdf"), "url"),
-        ("/v1/messages", source(type="file", file_id="file_1"), "file"),
-        ("/v1/messages", source(type="text"), "data"),
-        ("/v1/messages", said({"type": "container_upload", "file_id": "f"}), "container_upload"),
-        ("/v1/chat/completions", said({"type": "file", "file": {"file_id": "f"}}), "file"),
-        ("/v1/chat/completions", said({"type": "input_audio", "input_audio": {}}), "input_audio"),
-        ("/v1/chat/completions", said(DOCUMENT), "document"),
-        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input_file"),
-        ("/v1/responses", {"input": [{"type": "item_reference", "id": "a"}, {"content": "a"}]}, "item_ref"),
-        ("/api/generate", {"prompt": "a", "raw": True, "system": "Say b."}, "system"),
-    ],
-)
-def test_what_is_not_read_is_refused_by_name(
-    server: Server, path: str, body: dict[str, Any], name: str
-) -> None:
-    status, answer, _ = server.request("POST", path, {"max_tokens": 1, **body})
-    assert status == 400, answer
-    assert name in str(answer["error"])
-
-
 def test_a_refusal_stays_in_the_chat(server: Server) -> None:
     def prompt(answer: dict[str, Any]) -> str:
         messages = [

@@ -30,7 +30,6 @@ pytestmark = pytest.mark.full
 
 TEXTS = ["The harbour", "Once upon a time", "a", "She said <|im_end|> and 「left」.", "one two three " * 25]
 LIMIT = 300  # tokens of an input; a slice has more
-KEY = "a-key-0123456789abcdef"
 SAME = 1e-3  # an element: which tokens are evaluated together depends on times, and sums are rounded by that
 
 
@@ -190,30 +189,6 @@ def test_the_forms_of_llama_server(server: Server) -> None:
 
 
 # --- refusals ---
-
-
-@pytest.mark.parametrize(
-    ("body", "param", "says"),
-    [
-        ({"input": ""}, "input", "it is empty"),
-        ({"input": []}, "input", "it is empty"),
-        ({"input": ["a", ""]}, "input", "input 1 is empty"),
-        ({"input": [[1, 2], []]}, "input", "input 1 is empty"),
-        ({"input": ["a"] * 2049}, "input", "2049 inputs, at most 2048"),
-        ({"input": ["a", "word " * LIMIT * 2]}, "input", f"1 to {LIMIT} can be embedded"),
-        ({"input": [10**6]}, "input", "token 1000000 is not one of"),
-        ({"input": ["a", 1.5]}, "input.1", "token ids and texts"),
-        ({"input": {"text": "a"}}, "input.0.prompt_string", "required"),
-        ({"input": {"content": "a"}}, "input.0.content", "list"),
-        ({"input": {"content": [{"type": "image_url"}]}}, "input.0.content", "texts only"),
-        ({"input": {"prompt_string": "a", "multimodal_data": ["x"]}}, "input", "texts only"),
-        ({"input": "a", "dimensions": 8}, "dimensions", "cannot be cut"),
-    ],
-)
-def test_refusals_name_the_field(server: Server, body: Any, param: str, says: str) -> None:
-    status, error = error_of(server, body)
-    assert (status, error["param"], error["type"]) == (400, param, "invalid_request_error")
-    assert says in error["message"]
 
 
 def test_without_the_option_the_refusal_names_it() -> None:

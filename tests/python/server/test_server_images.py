@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import anthropic
 import openai
 import pytest
-from PIL import Image
 
 from mixedkv.bundled import model_path
 from mixedkv.model.gguf_file import read_model_file
@@ -94,44 +92,6 @@ def test_a_constrained_answer_and_two_choices(server: Server) -> None:
     body = asking(part(png()), "Red?", regex="yes|no", n=2)
     texts = [choice["message"]["content"] for choice in server.post(CHAT, body)["choices"]]
     assert set(texts) <= {"yes", "no"}
-
-
-def gif(size: tuple[int, int]) -> bytes:
-    file = io.BytesIO()
-    Image.new("1", size).save(file, "GIF")
-    return file.getvalue()
-
-
-def url(text: str) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": text}}
-
-
-@pytest.mark.parametrize(
-    ("body", "says"),
-    [
-        (asking(url("https://example.org/a.png")), "fetches nothing"),
-        (asking(url("file:///etc/passwd")), "fetches nothing"),
-        (asking(url("data:image/png;base64,A*A")), "Base64"),
-        (asking(url("data:image/png;base64,AAAA")), "cannot be read"),
-        (asking(part(png()[:200])), "cannot be read"),
-        (asking(part(b"GIF89a" + b"\xff" * 50)), "cannot be read"),
-        (asking(part(gif((8000, 8000)))), "pixels"),
-        (asking(part(gif((2000, 1)))), "pixels"),
-        (asking(*[part(png())] * 65), "65 images"),
-        (asking(*[part(png())] * 64, "and " * 1500), "context"),
-        (asking(part(png()), prompt_logprobs=1), "prompt_logprobs"),
-        (asking(part(png()), overflow="slide"), "overflow"),
-        (asking(part(png()), speculation="prompt-lookup"), "speculation"),
-        ({**asking("a"), "messages": [{"role": "assistant", "content": [part(png())]}]}, "role assistant"),
-        ({**asking("a"), "messages": [{"role": "system", "content": [part(png())]}]}, "role system"),
-        (asking({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}), "no audio"),
-    ],
-)
-def test_what_is_refused(server: Server, body: dict[str, Any], says: str) -> None:
-    status, answer, _ = server.request("POST", CHAT, body)
-    assert status == 400, answer
-    assert says in answer["error"]["message"]
-    assert answer["error"]["param"]
 
 
 def test_images_in_a_prompt_of_llama_server(server: Server) -> None:

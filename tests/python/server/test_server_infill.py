@@ -85,22 +85,6 @@ def test_a_suffix_is_the_same(server: Server) -> None:
     assert server.post("/v1/completions", body)["choices"][0]["text"] == whole
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/completions", {"prompt": ["a"], "suffix": "b"}, None),
-        ("/v1/completions", {"prompt": [1, 2], "suffix": "b"}, None),
-        ("/infill", {**BODY, "input_extra": [{"filename": "a"}]}, "input_extra.0.text"),
-        ("/infill", {"input_prefix": "a"}, "input_suffix"),
-        ("/infill", {**BODY, "session_id": "nobody"}, None),
-    ],
-)
-def test_what_cannot_be_filled_is_refused(server: Server, path: str, body: Any, param: str | None) -> None:
-    status, answer, _ = server.request("POST", path, body)
-    assert status == 400, answer
-    assert param is None or answer["error"]["param"] == param
-
-
 LLAMA_VIM = {  # what autoload/llama.vim sends
     "id_slot": 0,
     "input_prefix": "def add(a, b):\n",

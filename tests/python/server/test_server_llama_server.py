@@ -172,9 +172,6 @@ def test_the_penalty_looks_at_as_many_tokens_as_asked(server: Server) -> None:
     far = {**body, "prompt": "mill " + "BANANA APPLE CHERRY " * 40, "repeat_penalty": 1.9, "n_probs": 1}
     found = [server.post("/completion", {**far, "repeat_last_n": n})["content"] for n in (-1, N_CTX, 3, 1)]
     assert found[0] == found[1] != found[3]
-    status, answer, _ = server.request("POST", "/completion", {**body, "repeat_last_n": -2})
-    assert status == 400
-    assert "repeat_last_n" in answer["error"]["message"]
     options = {"num_predict": 24, "temperature": 0, "repeat_penalty": 1.5, "repeat_last_n": 0}
     ollama = {"prompt": body["prompt"], "raw": True, "stream": False, "options": options}
     assert server.post("/api/generate", ollama)["response"].startswith(off[:20])
@@ -193,28 +190,6 @@ def test_a_long_prompt_ends_with_the_context(server: Server) -> None:
     last = server.events("/completion", body)[-1]
     assert last["tokens_evaluated"] + last["tokens_predicted"] == N_CTX
     assert last["stop_type"] == "limit"
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"n_predict": -2}, "n_predict"),
-        ({"prompt": [1, None]}, "prompt"),
-        ({"prompt": ["a", 1.5]}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"samplers": ["top_q"]}, "top_k"),
-        ({"samplers": "q"}, "letter"),
-        ({"lora": [{"id": 0, "scale": 1}]}, "0 adapters"),
-        ({"grammar": 'root ::= "a"', "json_schema": {}}, "grammar and json_schema"),
-        ({"logit_bias": [[1]]}, "logit_bias"),
-        ({"session_id": "x"}, "session_id"),
-        ({"json_schema": {"type": "nothing"}}, "json_schema"),
-    ],
-)
-def test_bad_requests_name_the_field(server: Server, change: dict[str, Any], said: str) -> None:
-    status, answer, _ = server.request("POST", "/completion", {**BODY, **change})
-    assert status == 400, answer
-    assert said in answer["error"]["message"] or said in (answer["error"]["param"] or "")
 
 
 def test_what_a_client_asks_before_it_begins(server: Server) -> None:
@@ -400,7 +375,6 @@ def test_a_verbose_answer_tells_its_prompt(server: Server, path: str) -> None:
     if path == "/v1/completions":  # OpenAI's default
         default = server.post(path, {"prompt": PROMPT, "verbose": True})["__verbose"]
         assert default["generation_settings"]["n_predict"] == 16
-    assert server.status("POST", path, {**body, "verbose": True, "stream": True}) == 400
 
 
 def test_speed_and_progress_of_a_response(server: Server) -> None:

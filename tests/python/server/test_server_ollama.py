@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -242,28 +241,6 @@ def test_models(server: Server, tools: Server) -> None:
     assert set(shown.capabilities) == {"completion", "embedding", "tools"}
     assert {"tools", "thinking"} <= set(client(tools).show(MODEL).capabilities)
     assert server.request("GET", "/api/version")[1]["version"]
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "says"),
-    [
-        ("/api/chat", {"messages": [USER], "options": {"temperature": -1}}, "options.temperature"),
-        (
-            "/api/chat",
-            {"messages": [{"role": "user", "images": [base64.b64encode(b"x").decode()]}]},
-            "images",
-        ),
-        ("/api/generate", {"prompt": "a", "template": "x"}, "template"),
-        ("/api/generate", {"prompt": "a", "context": [1]}, "/api/chat"),
-        ("/api/generate", {"prompt": "a", "suffix": "b"}, "infilling"),
-        ("/api/nothing", {}, "there is no"),
-    ],
-)
-def test_errors_have_ollamas_form(server: Server, path: str, body: Any, says: str) -> None:
-    status, answer, _ = server.request("POST", path, body)
-    assert status in (400, 404)
-    assert answer.keys() == {"error"}
-    assert says in answer["error"]
 
 
 def test_keys(tmp_path: Any) -> None:

@@ -86,19 +86,6 @@ def test_a_prompt_of_any_length_is_taken(server: Server) -> None:
     assert usage["prompt_tokens"] - usage["dropped_tokens"] < N_CTX
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),  # of tokens that nobody evaluates
-        ({"prompt": "a", "logprobs": 20, "max_tokens": 200_001}, "max_tokens"),  # n_ctx is no bound
-    ],
-)
-def test_what_nobody_could_hold_is_refused(server: Server, change: dict[str, Any], param: str) -> None:
-    body = {"prompt": "The lamp lies in the market. " * 100, "max_tokens": 2, "overflow": "slide", **change}
-    status, answer, _ = server.request("POST", "/v1/completions", body)
-    assert (status, answer["error"]["param"]) == (400, param)
-
-
 def test_truncation_of_responses_is_the_same(server: Server) -> None:
     body = {"input": [*notes(12), note(91)], "max_output_tokens": 4}
     status, answer, _ = server.request("POST", "/v1/responses", body)
@@ -118,14 +105,6 @@ def test_a_session_that_grows_goes_on(server: Server) -> None:
     assert answer["usage"]["dropped_tokens"] > 0
     details = answer["usage"]["prompt_tokens_details"]
     assert details["approximate_cached_tokens"] > 200
-
-
-@pytest.mark.parametrize("value", ["drop", "", 1, True])
-def test_a_wrong_word_is_a_400(server: Server, value: Any) -> None:
-    body = {"messages": [note(1)], "overflow": value}
-    status, answer, _ = server.request("POST", CHAT, body)
-    assert (status, answer["error"]["param"]) == (400, "overflow")
-    assert "'refuse' or 'slide'" in answer["error"]["message"]
 
 
 def test_the_option_is_the_default_of_requests() -> None:

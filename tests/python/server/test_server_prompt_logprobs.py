@@ -114,17 +114,6 @@ def test_a_chat_has_them_for_all_of_its_prompt(server: Server) -> None:
     assert "Which code?" in "".join(names)
 
 
-@pytest.mark.parametrize(
-    ("change", "param"), [({"stream": True}, None), ({"prompt_logprobs": 21}, "prompt_logprobs")]
-)
-def test_what_cannot_be_had_is_refused(server: Server, change: Any, param: str | None) -> None:
-    body = {"prompt": "The", "max_tokens": 1, "prompt_logprobs": 1, **change}
-    status, answer, _ = server.request("POST", "/v1/completions", body)
-    assert status == 400
-    assert "prompt_logprobs" in answer["error"]["message"]
-    assert param is None or answer["error"]["param"] == param
-
-
 @pytest.mark.parametrize(("kv", "tolerance"), [("f16", LEVEL), ("mixed", 0.3)])
 def test_slices_and_an_evaluation_that_begins_anew_are_one_prompt(kv: str, tolerance: float) -> None:
     """Now and then an activation falls to its next level, and with four bits an element of a row."""

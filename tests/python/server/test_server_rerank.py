@@ -116,25 +116,6 @@ def test_company_does_not_change_a_score(server: Server) -> None:
         assert each["relevance_score"] == pytest.approx(together[each["index"]], abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("change", "param", "says"),
-    [
-        ({"documents": []}, "documents", "at least 1"),
-        ({"documents": ["a", ""]}, "documents.1", "at least 1"),
-        ({"documents": ["a"] * 2049}, "documents", "2048"),
-        ({"documents": ["a", "the " * 3000]}, "documents", "document 1"),
-        ({"query": ""}, "query", "at least 1"),
-        ({"top_n": 0}, "top_n", "greater"),
-    ],
-)
-def test_what_is_wrong_is_named(server: Server, change: Any, param: str, says: str) -> None:
-    body = {"query": QUERY, "documents": DOCUMENTS, **change}
-    status, answer, _ = server.request("POST", "/v1/rerank", body, key=KEY)
-    assert status in (400, 404)
-    assert answer["error"]["param"] == param
-    assert says in answer["error"]["message"]
-
-
 def test_a_model_that_ranks_does_nothing_else(server: Server, model: Gguf) -> None:
     messages = [{"role": "user", "content": "a"}]
     for url, body in (

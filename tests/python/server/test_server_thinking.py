@@ -50,12 +50,6 @@ def ask(server: Server, messages: Any = (USER,), **options: Any) -> Any:
 EXTRA = {"reasoning_budget_tokens", "chat_template_kwargs", "continue_final_message", "regex"}
 
 
-def refused(server: Server, **change: Any) -> Any:
-    status, answer, _ = server.request("POST", "/v1/chat/completions", {"messages": [USER], **change})
-    assert status == 400, answer
-    return answer["error"]
-
-
 def prompt_of(server: Server, **body: Any) -> str:
     return server.post("/apply-template", {"messages": [USER], **body})["prompt"]
 
@@ -220,26 +214,6 @@ def test_an_answer_goes_on_from_its_beginning(own: Server) -> None:
     assert not answer.content.startswith("It will be")
     streamed = ask(own, messages, continue_final_message=True, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == answer.content
-
-
-@pytest.mark.parametrize(
-    ("change", "param", "says"),
-    [
-        ({"reasoning_effort": "enormous"}, "reasoning_effort", "high"),
-        ({"reasoning_budget_tokens": -1}, "reasoning_budget_tokens", "0"),
-        ({"chat_template_kwargs": {"enable_thinking": "yes"}}, "chat_template_kwargs", "true or false"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "leave it out"),
-        ({"chat_template_kwargs": {"no name": 1}}, "chat_template_kwargs", ""),
-        ({"chat_template_kwargs": {f"v{i}": 1 for i in range(65)}}, "chat_template_kwargs", "64"),
-        ({"chat_template_kwargs": {"a": "b" * 70_000}}, "chat_template_kwargs", "65536"),
-        ({"chat_template_kwargs": {"a": json.loads("[" * 80 + "]" * 80)}}, "chat_template_kwargs", "nested"),
-        ({"continue_final_message": True}, "continue_final_message", "assistant"),
-    ],
-)
-def test_what_cannot_be_had_is_refused(own: Server, change: Any, param: str, says: str) -> None:
-    error = refused(own, **change)
-    assert error["param"].startswith(param)
-    assert says in error["message"]
 
 
 def test_thoughts_and_calls(begun: Server) -> None:

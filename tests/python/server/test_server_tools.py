@@ -213,53 +213,6 @@ def test_a_schema_that_is_not_followed_is_no_error_where_a_call_is_the_models_ch
     assert (status, answer["error"]["param"]) == (400, "tools")
 
 
-FUNCTION = {"name": "f", "parameters": {"type": "object"}}
-
-
-def with_parameters(parameters: Any) -> dict[str, Any]:
-    return {"tools": [{"type": "function", "function": {"name": "f", "parameters": parameters}}]}
-
-
-@pytest.mark.parametrize(
-    ("change", "param", "says"),
-    [
-        ({"tools": [{"type": "function"}]}, "tools", "function"),
-        ({"tools": [{"type": "retrieval", "function": FUNCTION}]}, "tools", "function"),
-        ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools", "name"),
-        ({"tools": [ADD, ADD]}, "tools", "two tools 'add'"),
-        ({"tools": [ADD] * 129}, "tools", "128"),
-        (with_parameters({"type": "array"}), "tools", '"type": "object"'),
-        (with_parameters({"properties": {}}), "tools", '"type": "object"'),
-        (with_parameters({"type": "object", "properties": 5}), "tools", "properties"),
-        (with_parameters({"type": "object", "required": "a"}), "tools", "required"),
-        (with_parameters(json.loads('{"type": "object", "a": ' * 70 + "1" + "}" * 70)), "tools", "nested"),
-        ({"tool_choice": "sometimes"}, "tool_choice", "required"),
-        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "no tool 'g'"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice", "give tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "tool_choice to none"),
-        ({"regex": "a"}, "regex", "tool_choice to none"),
-        ({"grammar": 'root ::= "a"'}, "grammar", "tool_choice to none"),
-        ({"functions": [FUNCTION]}, None, "functions"),
-        ({"messages": [USER, RESULT]}, "messages", "messages[1].tool_call_id"),
-        ({"messages": [USER, CALLED, {**RESULT, "tool_call_id": "other"}]}, "messages", "'other'"),
-        ({"messages": [USER, CALLED, RESULT, RESULT]}, "messages", "messages[3]"),
-        ({"messages": [USER, {"role": "tool", "content": "3"}]}, "messages", "is missing"),
-        ({"messages": [{**USER, "tool_calls": [CALL]}]}, "messages", "only assistants call"),
-        ({"messages": [{**USER, "tool_call_id": "a"}]}, "messages", "role tool only"),
-        ({"messages": [USER, {**CALLED, "tool_calls": [CALL, CALL]}]}, "messages", "tool_calls[1].id"),
-    ],
-)  # fmt: skip
-def test_what_does_not_go_together_is_refused(
-    server: Server, change: dict[str, Any], param: str | None, says: str
-) -> None:
-    body = {"messages": [USER], "tools": [ADD], "max_tokens": 1, **change}
-    status, answer, _ = server.request("POST", "/v1/chat/completions", body)
-    error = answer["error"]
-    assert status == 400, answer
-    assert says in error["message"] or says in (error["param"] or ""), error
-    assert param is None or error["param"].startswith(param), error
-
-
 def test_arguments_that_templates_cannot_read_are_refused(server: Server) -> None:
     for n in (200, 100_000):
         deep = {**CALL, "function": {"name": "add", "arguments": "[" * n + "]" * n}}
