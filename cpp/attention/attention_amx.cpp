@@ -3,8 +3,6 @@
 
 #include "kernel.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
-
 #include "sparse/page_choice.h"
 #include "sparse/sketcher.h"
 #include "x86/amx_integers.h"
@@ -43,15 +41,3 @@ const attention_kernels * attention_amx() {
 }
 
 } // namespace mixedkv
-
-#else
-
-namespace mixedkv {
-
-const attention_kernels * attention_amx() {
-    return nullptr;
-}
-
-} // namespace mixedkv
-
-#endif

@@ -1,7 +1,5 @@
 #include "kernel.h"
 
-#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-
 #include "sparse/page_choice.h"
 #include "sparse/sketcher.h"
 #include "x86/avx2_bytes.h"
@@ -16,15 +14,3 @@ const attention_kernels * attention_avx2() {
 }
 
 } // namespace mixedkv
-
-#else
-
-namespace mixedkv {
-
-const attention_kernels * attention_avx2() {
-    return nullptr;
-}
-
-} // namespace mixedkv
-
-#endif

@@ -1,7 +1,5 @@
 #include "kernel.h"
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
-
 #include "sparse/page_choice.h"
 #include "sparse/sketcher.h"
 #include "x86/vnni_bytes.h"
@@ -31,15 +29,3 @@ const attention_kernels * attention_avx512() {
 }
 
 } // namespace mixedkv
-
-#else
-
-namespace mixedkv {
-
-const attention_kernels * attention_avx512() {
-    return nullptr;
-}
-
-} // namespace mixedkv
-
-#endif

@@ -2,8 +2,6 @@
 
 #include "kernel.h"
 
-#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && defined(__AVXVNNI__)
-
 #include "sparse/page_choice.h"
 #include "sparse/sketcher.h"
 #include "x86/avx2_bytes.h"
@@ -19,15 +17,3 @@ const attention_kernels * attention_avxvnni() {
 }
 
 } // namespace mixedkv
-
-#else
-
-namespace mixedkv {
-
-const attention_kernels * attention_avxvnni() {
-    return nullptr;
-}
-
-} // namespace mixedkv
-
-#endif

@@ -1,7 +1,5 @@
 #include "kernel.h"
 
-#if defined(__aarch64__)
-
 #include "simd/vector_neon.h"
 #include "sparse/page_choice.h"
 #include "sparse/sketcher.h"
@@ -22,15 +20,3 @@ const attention_kernels * attention_neon() {
 }
 
 } // namespace mixedkv
-
-#else
-
-namespace mixedkv {
-
-const attention_kernels * attention_neon() {
-    return nullptr;
-}
-
-} // namespace mixedkv
-
-#endif

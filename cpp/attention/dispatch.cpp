@@ -142,15 +142,14 @@ struct isa_choice {
 };
 
 isa_choice choose_isa() {
-    const attention_kernels * const all[] = { attention_amx(),  attention_avx512(), attention_avxvnni(),
-                                              attention_avx2(), attention_neon(),   attention_scalar() };
-    const char * const              name  = std::getenv("MIXEDKV_ISA");
-    const bool                      force = name && *name;
-    isa_choice                      choice;
-    bool                            found = false;
-    std::string                     available;
-    for (const attention_kernels * k : all) {
-        if (!k || !k->supported()) {
+    const char * const name  = std::getenv("MIXEDKV_ISA");
+    const bool         force = name && *name;
+    isa_choice         choice;
+    bool               found = false;
+    std::string        available;
+    for (const auto body : { MIXEDKV_BODIES }) { // CMakeLists.txt has them, the fastest first
+        const attention_kernels * k = body();
+        if (!k->supported()) {
             continue;
         }
         available += (available.empty() ? "" : ", ") + std::string(k->name);

@@ -124,7 +124,7 @@ bool cpu_has_avx512(); // with F, VL, BW, DQ, VBMI and VNNI
 bool cpu_has_amx();    // with tiles of BF16 and of bytes, and AVX512_BF16; asks Linux for the permission
 bool cpu_has_neon();
 
-// nullptr where the compiler or the processor family does not have the instruction set.
+// Those that the compiler has instructions for are there; CMakeLists.txt has them in order.
 const attention_kernels * attention_scalar();
 const attention_kernels * attention_avx2();
 const attention_kernels * attention_avxvnni();

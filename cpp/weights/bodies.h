@@ -186,6 +186,7 @@ bool with_row_type(int type, F && f) {
 // set
 struct weights_kernels {
     const char * name;
+    bool         of_halves; // rows in 16 bits; others are of quantised rows
     bool (*supported)();
     size_t (*work_bytes)(int64_t n_elements, int64_t n_chosen); // that a thread needs, with columns that are chosen
     size_t (*columns_bytes)(int type, int64_t n_elements, int64_t n_columns);
@@ -193,6 +194,7 @@ struct weights_kernels {
     void (*run)(const weights_product & product, void * work, int64_t row_0, int64_t row_1);
 };
 
+// Those that the compiler has instructions for are there: CMakeLists.txt.
 const weights_kernels * weights_amx();        // rows in 16 bits, many columns
 const weights_kernels * weights_tiles();      // quantised rows, many columns
 const weights_kernels * weights_avx512_f16(); // rows in 16 bits, a single column
@@ -200,5 +202,8 @@ const weights_kernels * weights_avx512();
 const weights_kernels * weights_avxvnni();
 const weights_kernels * weights_avx2();
 const weights_kernels * weights_scalar();
+
+// Of that name and for such rows; nullptr: the compiler or the processor does not have it.
+const weights_kernels * find_weights(const char * name, bool of_halves);
 
 } // namespace mixedkv

@@ -16,10 +16,6 @@ bool is_set(const char * name, const char * value) {
     return is && std::strcmp(is, value) == 0;
 }
 
-const weights_kernels * if_supported(const weights_kernels * body) {
-    return body && body->supported() ? body : nullptr;
-}
-
 // Without a body for the processor llama.cpp's own products are faster than the twin, which is taken only when forced.
 struct bodies {
     const weights_kernels * quantised = nullptr;
@@ -38,18 +34,18 @@ struct bodies {
             return;
         }
         if (isa.empty() || isa == "amx") {
-            f16_many = if_supported(weights_amx());
-            tiles    = if_supported(weights_tiles());
+            f16_many = find_weights("amx", true);
+            tiles    = find_weights("amx", false);
         }
         if (isa != "avx2" && isa != "avxvnni") {
-            quantised = if_supported(weights_avx512());
-            f16_one   = if_supported(weights_avx512_f16());
+            quantised = find_weights("avx512", false);
+            f16_one   = find_weights("avx512", true);
         }
         if (!quantised && isa != "avx2") {
-            quantised = if_supported(weights_avxvnni());
+            quantised = find_weights("avxvnni", false);
         }
         if (!quantised) {
-            quantised = if_supported(weights_avx2());
+            quantised = find_weights("avx2", false);
         }
     }
 };
@@ -104,6 +100,17 @@ void fill(const weights_product & p, int64_t row_0, int64_t row_1) {
 }
 
 } // namespace
+
+const weights_kernels * find_weights(const char * name, bool of_halves) {
+    for (const auto make : { MIXEDKV_BODIES }) {
+        const weights_kernels * body = make();
+        if (std::strcmp(body->name, name) == 0 && body->of_halves == of_halves && body->supported()) {
+            return body;
+        }
+    }
+    return nullptr;
+}
+
 } // namespace mixedkv
 
 using namespace mixedkv;

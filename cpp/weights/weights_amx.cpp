@@ -6,7 +6,6 @@
 
 #include "bodies.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)
 #include "attention/x86/tile_session.h"
 
 #include <immintrin.h>
@@ -248,17 +247,8 @@ void run(const weights_product & p, void * work, int64_t row_0, int64_t row_1) {
 } // namespace
 
 const weights_kernels * weights_amx() {
-    static const weights_kernels kernels = { "amx", cpu_has_amx, work_bytes, columns_bytes, pack, run };
+    static const weights_kernels kernels = { "amx", true, cpu_has_amx, work_bytes, columns_bytes, pack, run };
     return &kernels;
 }
 
 } // namespace mixedkv
-#else
-namespace mixedkv {
-
-const weights_kernels * weights_amx() {
-    return nullptr;
-}
-
-} // namespace mixedkv
-#endif

@@ -2,7 +2,6 @@
 
 #include "bodies.h"
 
-#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "lanes_avx2.h"
 
 namespace mixedkv {
@@ -10,18 +9,9 @@ namespace mixedkv {
 bool cpu_has_avx2(); // attention/cpu.cpp
 
 const weights_kernels * weights_avx2() {
-    static const weights_kernels kernels = { "avx2",          cpu_has_avx2,   no_work_bytes,
+    static const weights_kernels kernels = { "avx2",          false,          cpu_has_avx2,  no_work_bytes,
                                              quantised_bytes, pack_quantised, run_body<avx2> };
     return &kernels;
 }
 
 } // namespace mixedkv
-#else
-namespace mixedkv {
-
-const weights_kernels * weights_avx2() {
-    return nullptr;
-}
-
-} // namespace mixedkv
-#endif

@@ -3,7 +3,6 @@
 
 #include "bodies.h"
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VNNI__)
 #include "lanes_avx512.h"
 
 #include <cmath>
@@ -85,27 +84,16 @@ void run_f16(const weights_product & p, void *, int64_t row_0, int64_t row_1) {
 } // namespace
 
 const weights_kernels * weights_avx512_f16() {
-    static const weights_kernels kernels = { "avx512", cpu_has_avx512, no_work_bytes, f16_bytes, pack_f16, run_f16 };
+    static const weights_kernels kernels = {
+        "avx512", true, cpu_has_avx512, no_work_bytes, f16_bytes, pack_f16, run_f16
+    };
     return &kernels;
 }
 
 const weights_kernels * weights_avx512() {
-    static const weights_kernels kernels = { "avx512",        cpu_has_avx512, no_work_bytes,
+    static const weights_kernels kernels = { "avx512",        false,          cpu_has_avx512,  no_work_bytes,
                                              quantised_bytes, pack_quantised, run_body<avx512> };
     return &kernels;
 }
 
 } // namespace mixedkv
-#else
-namespace mixedkv {
-
-const weights_kernels * weights_avx512() {
-    return nullptr;
-}
-
-const weights_kernels * weights_avx512_f16() {
-    return nullptr;
-}
-
-} // namespace mixedkv
-#endif

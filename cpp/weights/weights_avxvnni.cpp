@@ -2,7 +2,6 @@
 
 #include "bodies.h"
 
-#if defined(__AVXVNNI__) && defined(__FMA__) && defined(__F16C__)
 #include "lanes_avx2.h"
 
 namespace mixedkv {
@@ -29,18 +28,9 @@ struct avxvnni : avx2 {
 } // namespace
 
 const weights_kernels * weights_avxvnni() {
-    static const weights_kernels kernels = { "avxvnni",       cpu_has_avxvnni, no_work_bytes,
-                                             quantised_bytes, pack_quantised,  run_body<avxvnni> };
+    static const weights_kernels kernels = { "avxvnni",       false,          cpu_has_avxvnni,  no_work_bytes,
+                                             quantised_bytes, pack_quantised, run_body<avxvnni> };
     return &kernels;
 }
 
 } // namespace mixedkv
-#else
-namespace mixedkv {
-
-const weights_kernels * weights_avxvnni() {
-    return nullptr;
-}
-
-} // namespace mixedkv
-#endif

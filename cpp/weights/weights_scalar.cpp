@@ -196,7 +196,8 @@ bool supported() {
 } // namespace
 
 const weights_kernels * weights_scalar() {
-    static const weights_kernels kernels = { "scalar", supported, no_work_bytes, quantised_bytes, pack_quantised, run };
+    static const weights_kernels kernels = { "scalar",        false,          supported, no_work_bytes,
+                                             quantised_bytes, pack_quantised, run };
     return &kernels;
 }
 

@@ -2,7 +2,6 @@
 
 #include "bodies.h"
 
-#if defined(__AMX_INT8__) && defined(__AVX512VNNI__)
 #include "attention/x86/tile_session.h"
 #include "tiles.h"
 
@@ -44,18 +43,10 @@ struct amx_int8 {
 } // namespace
 
 const weights_kernels * weights_tiles() {
-    static const weights_kernels kernels = { "amx",       cpu_has_amx, tile_work_bytes,
-                                             tiled_bytes, pack_tiled,  run_tile_body<avx512, amx_int8> };
+    static const weights_kernels kernels = {
+        "amx", false, cpu_has_amx, tile_work_bytes, tiled_bytes, pack_tiled, run_tile_body<avx512, amx_int8>
+    };
     return &kernels;
 }
 
 } // namespace mixedkv
-#else
-namespace mixedkv {
-
-const weights_kernels * weights_tiles() {
-    return nullptr;
-}
-
-} // namespace mixedkv
-#endif

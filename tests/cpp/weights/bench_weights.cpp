@@ -31,7 +31,7 @@ int main(int argc, char ** argv) {
     CHECK(argc == 6);
     const std::string                name   = argv[2];
     const bool                       is_f16 = name == "f16" || name == "bf16";
-    const mixedkv::weights_kernels * body   = is_f16 ? test::find_f16_body(argv[1]) : test::find_body(argv[1]);
+    const mixedkv::weights_kernels * body   = is_f16 ? mixedkv::find_weights(argv[1], true) : test::find_body(argv[1]);
     CHECK(body);
     const int64_t      n_elements = std::stoll(argv[3]), n_rows = std::stoll(argv[4]), n_columns = std::stoll(argv[5]);
     std::vector<float> out(n_rows * n_columns);

@@ -2,7 +2,6 @@
 
 #include "weights/bodies.h"
 
-#if defined(__AVX512F__) && defined(__AVX512VNNI__)
 #include "weights/tiles.h"
 
 namespace mixedkv {
@@ -73,18 +72,10 @@ emulated::tile emulated::tiles[8];
 } // namespace
 
 const weights_kernels * weights_emulated_tiles() {
-    static const weights_kernels kernels = { "emulated",  cpu_has_avx512, tile_work_bytes,
-                                             tiled_bytes, pack_tiled,     run_tile_body<avx512, emulated> };
+    static const weights_kernels kernels = {
+        "emulated", false, cpu_has_avx512, tile_work_bytes, tiled_bytes, pack_tiled, run_tile_body<avx512, emulated>
+    };
     return &kernels;
 }
 
 } // namespace test
-#else
-namespace test {
-
-const mixedkv::weights_kernels * weights_emulated_tiles() {
-    return nullptr;
-}
-
-} // namespace test
-#endif

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <initializer_list>
 #include <memory>
 #include <random>
 #include <string>
@@ -14,7 +13,7 @@
 
 namespace test {
 
-const mixedkv::weights_kernels * weights_emulated_tiles(); // emulated_tiles.cpp
+const mixedkv::weights_kernels * weights_emulated_tiles(); // emulated_tiles.cpp, where the compiler has AVX-512
 
 namespace {
 
@@ -29,25 +28,13 @@ inline std::unique_ptr<line[]> lines(size_t bytes) {
 }
 
 // Null for a name that this machine has no body for
-inline const weights_kernels * find_among(std::initializer_list<const weights_kernels *> bodies,
-                                          const std::string &                            name) {
-    for (const weights_kernels * body : bodies) {
-        if (body && body->supported() && name == body->name) {
-            return body;
+inline const weights_kernels * find_body(const std::string & name) {
+    for (const auto make : std::vector<const weights_kernels * (*)()>{ MIXEDKV_BODIES }) { // of the tests
+        if (name == make()->name && make()->supported()) {
+            return make();
         }
     }
-    return nullptr;
-}
-
-inline const weights_kernels * find_body(const std::string & name) {
-    return find_among({ weights_tiles(), weights_avx512(), weights_avxvnni(), weights_avx2(), weights_scalar(),
-                        weights_emulated_tiles() },
-                      name);
-}
-
-// For rows in 16 bits
-inline const weights_kernels * find_f16_body(const std::string & name) {
-    return find_among({ weights_amx(), weights_avx512_f16() }, name);
+    return find_weights(name.c_str(), false);
 }
 
 struct named_type {

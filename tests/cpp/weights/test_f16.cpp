@@ -100,7 +100,7 @@ void whole_numbers_are_exact(int type) {
 
 int main(int argc, char ** argv) {
     CHECK(argc == 2);
-    body = test::find_f16_body(argv[1]);
+    body = mixedkv::find_weights(argv[1], true);
     if (!body) {
         std::printf("%s: not on this machine\n", argv[1]);
         return 77;
