@@ -316,9 +316,10 @@ mixedkv_status mixedkv_count_ring_rows(const mixedkv_config * config, uint32_t n
 
         *least_out = uint32_t(mixedkv::hot_layout::least(capacity, n_seq, n_cells));
 
-        const uint64_t budget = config->hot_budget != MIXEDKV_HOT_BUDGET_AUTO
-                                    ? config->hot_budget
-                                    : mixedkv::hot_layout::automatic(capacity, n_seq, n_cells, bytes_cold, bytes_f16);
+        const uint64_t budget =
+            config->hot_budget != MIXEDKV_HOT_BUDGET_AUTO
+                ? config->hot_budget
+                : mixedkv::hot_layout::automatic(capacity, n_seq, n_cells, { bytes_cold, bytes_f16 });
         *n_out = mixedkv::hot_layout::rows(mixedkv::hot_layout::make(capacity, n_seq, n_cells, budget).n_slots);
     });
 }

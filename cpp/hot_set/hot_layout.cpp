@@ -27,11 +27,11 @@ static uint64_t n_running(uint32_t n_seq) {
     return (uint64_t(n_seq) + 1) / 2;
 }
 
-uint64_t hot_layout::automatic(const hot_window & capacity, uint32_t n_seq, uint32_t n_cells, uint64_t bytes_cold,
-                               uint64_t bytes_f16) {
+uint64_t hot_layout::automatic(const hot_window & capacity, uint32_t n_seq, uint32_t n_cells,
+                               const token_bytes & bytes) {
     // a fifth over what one sequence takes, without the row that nobody reads
     const uint64_t one     = rows(uint32_t(all(capacity, 1, n_cells)));
-    const uint64_t most    = bytes_f16 == 0 ? 0 : (n_cells * bytes_cold / bytes_f16 + 6 * one) / 5 / 8 * 8;
+    const uint64_t most    = bytes.f16 == 0 ? 0 : (n_cells * bytes.cold / bytes.f16 + 6 * one) / 5 / 8 * 8;
     const uint64_t windows = pad(uint64_t(capacity.sink_tokens) * n_seq, usual_page) +
                              n_running(n_seq) * pages_of_window(capacity, usual_page) * usual_page;
     return std::max(least(capacity, n_seq, n_cells), std::min(most == 0 ? 0 : most - 1, windows));

@@ -34,10 +34,15 @@ struct hot_layout {
     static uint64_t least(const hot_window & capacity, uint32_t n_seq, uint32_t n_cells);
     static uint64_t all(const hot_window & capacity, uint32_t n_seq, uint32_t n_cells);
 
+    // Of one token in all layers
+    struct token_bytes {
+        uint64_t cold;
+        uint64_t f16;
+    };
+
     // The default: windows for half of the sequences, in a fifth over the bytes of a cache for one sequence at most,
-    // but the least in any case. Bytes are those of one token in all layers, cold and in F16.
-    static uint64_t automatic(const hot_window & capacity, uint32_t n_seq, uint32_t n_cells, uint64_t bytes_cold,
-                              uint64_t bytes_f16);
+    // but the least in any case.
+    static uint64_t automatic(const hot_window & capacity, uint32_t n_seq, uint32_t n_cells, const token_bytes & bytes);
 
     // Rows that are allocated: the slots, one row that nobody reads, padding.
     static uint32_t rows(uint32_t n_slots) { return n_slots == 0 ? 0 : (n_slots + 1 + 7) / 8 * 8; }

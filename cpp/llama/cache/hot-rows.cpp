@@ -29,18 +29,17 @@ static hot_layout make_layout(const llama_kv_cache & cold, const mixedkv_config 
     const uint32_t n_seq_max = cold.get_n_seq_max();
     const uint32_t n_seq     = n_stream == 1 ? n_seq_max : 1;
 
-    uint64_t bytes_cold = 0;
-    uint64_t bytes_f16  = 0;
+    hot_layout::token_bytes bytes = {};
     for (const auto & layer : kv_access::get_layers(cold)) {
         for (const ggml_tensor * t : llama_kv_tensors(layer.k, layer.v)) {
-            bytes_cold += t->nb[1];
-            bytes_f16  += t->ne[0]*sizeof(ggml_fp16_t);
+            bytes.cold += t->nb[1];
+            bytes.f16  += t->ne[0]*sizeof(ggml_fp16_t);
         }
     }
 
     const uint64_t least  = hot_layout::least(rule, n_seq, n_cells);
     const uint64_t budget = config.hot_budget == MIXEDKV_HOT_BUDGET_AUTO ?
-        hot_layout::automatic(rule, n_seq, n_cells, bytes_cold, bytes_f16) : config.hot_budget/n_stream;
+        hot_layout::automatic(rule, n_seq, n_cells, bytes) : config.hot_budget/n_stream;
 
     if (budget < least) {
         throw std::runtime_error("hot_budget " + std::to_string(config.hot_budget) + " is less than the " +

@@ -8,6 +8,18 @@
 #include <stdexcept>
 #include <string>
 
+static llama_kv_layer_shape shape_of(const llama_hparams & hparams, uint32_t il, ggml_type type_k, ggml_type type_v) {
+    llama_kv_layer_shape res;
+    res.type_k        = type_k;
+    res.type_v        = type_v;
+    res.n_embd_head_k = hparams.n_embd_head_k(il);
+    res.n_embd_head_v = hparams.n_embd_head_v(il);
+    res.n_head        = hparams.n_head(il);
+    res.n_head_kv     = hparams.n_head_kv(il);
+
+    return res;
+}
+
 static ggml_backend_dev_t device_of(const ggml_tensor * rows) {
     return ggml_backend_buft_get_device(ggml_backend_buffer_get_type(rows->buffer));
 }
@@ -22,8 +34,7 @@ llama_kv_layer_readers::llama_kv_layer_readers(
 
         const bool host     = ggml_backend_buft_is_host(ggml_backend_buffer_get_type(rows.k->buffer));
         const bool has_bias = basis.get_pairs(rows.il); // kernels of devices add no biases to K
-        const bool has_node = !host && rows.v && llama_kv_node_runs_on(dev, rows.k->type, rows.v->type,
-                hparams.n_embd_head_k(rows.il), hparams.n_embd_head_v(rows.il), hparams.n_head(rows.il), hparams.n_head_kv(rows.il));
+        const bool has_node = !host && rows.v && llama_kv_node_runs_on(dev, shape_of(hparams, rows.il, rows.k->type, rows.v->type));
         const bool gathers  = llama_kv_gathers_f16(dev, rows.k) && (!rows.v || llama_kv_gathers_f16(dev, rows.v));
 
         layer res;

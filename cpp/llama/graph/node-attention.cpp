@@ -349,11 +349,7 @@ static void attention_compute(ggml_tensor * dst, int ith, int nth, void * userda
     }
 }
 
-bool llama_kv_node_runs_on(
-        ggml_backend_dev_t dev,
-        ggml_type type_k, ggml_type type_v,
-        int64_t n_embd_head_k, int64_t n_embd_head_v,
-        int64_t n_head, int64_t n_head_kv) {
+bool llama_kv_node_runs_on(ggml_backend_dev_t dev, const llama_kv_layer_shape & layer) {
     // a backend that computes elsewhere (RPC) says of any node that it can
     ggml_backend_reg_t reg = dev ? ggml_backend_dev_backend_reg(dev) : nullptr;
     if (!reg || std::string(ggml_backend_reg_name(reg)) != "CUDA") {
@@ -369,26 +365,27 @@ bool llama_kv_node_runs_on(
 
     const int64_t n_kv = 256;
 
-    ggml_tensor * q    = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_embd_head_k, n_head,    1);
-    ggml_tensor * k    = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_embd_head_k, n_head_kv, 1);
-    ggml_tensor * v    = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, n_embd_head_v, n_head_kv, 1);
+    ggml_tensor * q    = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, layer.n_embd_head_k, layer.n_head,    1);
+    ggml_tensor * k    = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, layer.n_embd_head_k, layer.n_head_kv, 1);
+    ggml_tensor * v    = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, layer.n_embd_head_v, layer.n_head_kv, 1);
     ggml_tensor * idxs = ggml_new_tensor_1d(ctx, GGML_TYPE_I64, 1);
     ggml_tensor * mask = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, n_kv, 1);
 
-    ggml_tensor * rows_k = ggml_new_tensor_2d(ctx, type_k, n_embd_head_k*n_head_kv, n_kv);
-    ggml_tensor * rows_v = ggml_new_tensor_2d(ctx, type_v, n_embd_head_v*n_head_kv, n_kv);
+    ggml_tensor * rows_k = ggml_new_tensor_2d(ctx, layer.type_k, layer.n_embd_head_k*layer.n_head_kv, n_kv);
+    ggml_tensor * rows_v = ggml_new_tensor_2d(ctx, layer.type_v, layer.n_embd_head_v*layer.n_head_kv, n_kv);
 
     const auto heads = [&](ggml_tensor * rows, int64_t n_embd_head) {
-        return ggml_view_4d(ctx, rows, n_embd_head, n_head_kv, n_kv, 1, ggml_row_size(rows->type, n_embd_head), rows->nb[1], rows->nb[2], 0);
+        return ggml_view_4d(ctx, rows, n_embd_head, layer.n_head_kv, n_kv, 1,
+                ggml_row_size(rows->type, n_embd_head), rows->nb[1], rows->nb[2], 0);
     };
 
-    ggml_tensor * choice    = nullptr;
-    ggml_tensor * stored    = llama_kv_node_store(ctx, node, { { k, rows_k, idxs }, { v, rows_v, idxs } });
+    ggml_tensor * choice = nullptr;
+    ggml_tensor * stored = llama_kv_node_store(ctx, node, { { k, rows_k, idxs }, { v, rows_v, idxs } });
 
     llama_kv_attention_inputs in;
     in.q      = q;
-    in.cold_k = heads(rows_k, n_embd_head_k);
-    in.cold_v = heads(rows_v, n_embd_head_v);
+    in.cold_k = heads(rows_k, layer.n_embd_head_k);
+    in.cold_v = heads(rows_v, layer.n_embd_head_v);
     in.mask   = mask;
     ggml_tensor * attention = llama_kv_node_attention(ctx, node, in, &choice);
 

@@ -153,8 +153,13 @@ ggml_tensor * llama_kv_node_attention(
 bool llama_kv_node_attends(const ggml_tensor * t, const llama_kv_node & node);
 
 // whether a device has kernels for both nodes of a layer with such rows
-bool llama_kv_node_runs_on(
-        ggml_backend_dev_t dev,
-        ggml_type type_k, ggml_type type_v,
-        int64_t n_embd_head_k, int64_t n_embd_head_v,
-        int64_t n_head, int64_t n_head_kv);
+struct llama_kv_layer_shape {
+    ggml_type type_k;
+    ggml_type type_v;
+    int64_t   n_embd_head_k;
+    int64_t   n_embd_head_v;
+    int64_t   n_head;
+    int64_t   n_head_kv;
+};
+
+bool llama_kv_node_runs_on(ggml_backend_dev_t dev, const llama_kv_layer_shape & layer);

@@ -70,7 +70,7 @@ static void the_default_has_windows_for_half_of_the_sequences_or_takes_a_fifth_m
     const uint64_t f16 = 16 * 1024;
     for_each_setting([&](const hot_window & window, uint32_t n_seq, uint32_t n_cells) {
         for (const uint64_t cold : { f16 * 45 / 160, f16 * 65 / 160, f16 * 85 / 160 }) {
-            const uint64_t   budget = hot_layout::automatic(window, n_seq, n_cells, cold, f16);
+            const uint64_t   budget = hot_layout::automatic(window, n_seq, n_cells, { cold, f16 });
             const hot_layout layout = hot_layout::make(window, n_seq, n_cells, budget);
             check(layout, window, n_seq, budget);
             const uint64_t bytes    = hot_layout::rows(layout.n_slots) * f16;
@@ -93,7 +93,7 @@ static void presets_at_the_servers_defaults() {
     } presets[] = { { 64, 45, 5 }, { 128, 65, 4 }, { 256, 85, 3 } };
     for (const auto & preset : presets) {
         const hot_window window = make_window(preset.threshold, 4, 16);
-        const uint64_t   budget = hot_layout::automatic(window, 16, 8192, preset.cold, f16);
+        const uint64_t   budget = hot_layout::automatic(window, 16, 8192, { preset.cold, f16 });
         const hot_layout layout = hot_layout::make(window, 16, 8192, budget);
         CHECK(layout.is_shared() && layout.n_pages() >= 16);
         CHECK(count_windows(layout, window) == preset.n_windows);
