@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.clients.terminal import Terminal, shown
-from support.models import zoo
-from support.models.zoo.vocabulary import PIECES
+from support.models.endless import write_endless_model
 from support.patience import wait_for
 
 pytestmark = [pytest.mark.full, pytest.mark.needs("terminal")]
@@ -27,13 +26,7 @@ LONG = 60_000  # tokens, of at least a character each
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of random weights. Bytes and control tokens have a logit of 0: they are not the likeliest."""
-    model = zoo.make("llama-64")
-    model.tensors["output.weight"][: -len(PIECES)] = 0  # it writes letters, not bytes
-    model.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    path = tmp_path_factory.mktemp("endless") / "endless.gguf"
-    model.write(path)
-    return path
+    return write_endless_model(tmp_path_factory.mktemp("endless") / "endless.gguf")
 
 
 def chat(*options: str | Path) -> Terminal:

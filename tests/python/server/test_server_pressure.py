@@ -54,34 +54,6 @@ def connect(server: Server, body: object, path: str = "/v1/completions") -> sock
     return connection
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_frees_its_place(server: Server, stream: bool) -> None:
-    connections = [connect(server, endless(stream, seed)) for seed in range(3)]
-    wait_for(lambda: server.stats()["requests"]["running"] == 3)
-    for connection in connections:
-        connection.close()
-    now = server.wait_until_idle()
-    assert all(seq["state"] != "running" for seq in now["sequences"])
-    assert [entry["finish_reason"] for entry in now["recent"][:3]] == ["abort"] * 3
-
-
-def test_a_late_answer_is_504_and_its_work_is_stopped() -> None:
-    with running("--request-timeout", "1", "--n-ctx", N_CTX) as server:
-        status, answer, _ = server.request("POST", "/v1/completions", endless(stream=False))
-        assert (status, answer["error"]["type"]) == (504, "timeout_error")
-
-        def is_cut_off() -> bool:
-            """In the stream, if that had begun."""
-            server.wait_until_idle()
-            status, text, _ = server.request("POST", "/v1/completions", endless())
-            assert "timeout_error" in str(text)
-            assert "[DONE]" not in str(text)
-            assert status in (200, 504)
-            return status == 200
-
-        wait_for(is_cut_off)
-
-
 def test_clients_that_misbehave_leave_nothing(server: Server) -> None:
     """24 clients; afterwards the server is as idle as before, and still answers."""
     failures: list[BaseException] = []
@@ -167,15 +139,6 @@ def test_sigterm_lets_answers_finish_and_exits_0() -> None:
         status, whole, _ = answer.result()
         assert status == 200
         assert whole["usage"]["completion_tokens"] == 400
-
-
-def test_sigterm_cuts_off_what_takes_too_long() -> None:
-    with running("--drain-timeout", "0.2", "--n-ctx", N_CTX) as server, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(server.request, "POST", "/v1/completions", endless(stream=False))
-        wait_for(lambda: server.stats()["requests"]["running"])
-        assert server.stop(signal.SIGTERM) == 0
-        status, error, _ = answer.result()
-        assert (status, error["error"]["code"]) == (503, "shutting_down")
 
 
 @pytest.mark.nightly
