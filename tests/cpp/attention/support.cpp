@@ -83,6 +83,11 @@ const std::vector<row_type> & all_types() {
     return types;
 }
 
+const std::vector<row_type> & stored_types() {
+    static const std::vector<row_type> types(all_types().begin(), all_types().end() - 1);
+    return types;
+}
+
 static void bf16_to_float(const void * row, float * out, int64_t n) {
     for (int64_t i = 0; i < n; i++) {
         uint32_t bits = 0;
@@ -465,18 +470,28 @@ std::vector<double> problem::reference() const {
     return result;
 }
 
+double worst_error(const std::vector<float> & got, const std::vector<double> & want, size_t n) {
+    double worst = 0.0;
+    for (size_t i = 0; i < n; i++) {
+        const double error = std::fabs(got[i] - want[i]) / 4.0;
+        worst              = error <= worst ? worst : error; // NaN stays
+    }
+    return worst;
+}
+
+std::unique_ptr<void, void (*)(void *)> make_scratch(size_t bytes) {
+    std::unique_ptr<void, void (*)(void *)> scratch(std::aligned_alloc(64, (bytes + 63) / 64 * 64), std::free);
+    std::memset(scratch.get(), 0, bytes);
+    return scratch;
+}
+
 int run(std::vector<mixedkv::attention_args> streams, int n_threads) {
     const int    n     = int(streams.size());
     const size_t bytes = mixedkv::attention_run_bytes(streams.data(), n);
     if (bytes > mixedkv::attention_scratch_bytes(streams.data(), n)) {
         return -1;
     }
-    // exactly the promised size, so that sanitizers see a write past it
-    struct free_aligned {
-        void operator()(void * p) const { std::free(p); }
-    };
-    std::unique_ptr<void, free_aligned> scratch(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
-    std::memset(scratch.get(), 0, bytes);
+    const auto       scratch = make_scratch(bytes); // as promised, so that sanitizers see a write past it
     std::atomic<int> last{ 0 };
     const auto work = [&](int i) { last += mixedkv::attention_run(streams.data(), n, scratch.get(), i, n_threads); };
     std::vector<std::thread> threads;
@@ -497,6 +512,25 @@ bool force_isa(const std::string & name) {
         return false;
     }
     return true;
+}
+
+bool force_isa(int argc, char ** argv) {
+    const char * name = value_after(argc, argv, "--isa", nullptr);
+    return !name || force_isa(name);
+}
+
+const char * value_after(int argc, char ** argv, const char * name, const char * otherwise) {
+    for (int i = 1; i + 1 < argc; i++) {
+        if (std::strcmp(argv[i], name) == 0) {
+            return argv[i + 1];
+        }
+    }
+    return otherwise;
+}
+
+int number_after(int argc, char ** argv, const char * name, int otherwise) {
+    const char * value = value_after(argc, argv, name, nullptr);
+    return value ? std::atoi(value) : otherwise;
 }
 
 } // namespace test

@@ -5,6 +5,7 @@
 #include "attention/attention.h"
 
 #include <cstdint>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -20,6 +21,9 @@ int block_elements(mixedkv::row_type type);
 size_t row_size(mixedkv::row_type type, int d);
 
 const std::vector<mixedkv::row_type> & all_types();
+
+// Without those that are dequantised by a function of ggml
+const std::vector<mixedkv::row_type> & stored_types();
 
 struct rng {
     std::mt19937 engine;
@@ -89,13 +93,26 @@ struct problem {
     std::vector<double>     reference() const;
 };
 
+// The largest error of the first `n`, as a share of the largest |v| (Gaussian values: about 4); NaN if one is.
+double worst_error(const std::vector<float> & got, const std::vector<double> & want, size_t n);
+
 // x[n] by Hadamard blocks of `edge`, element by element from the definition.
 std::vector<double> rotated(const std::vector<double> & x, int edge);
+
+// Zeros, as attention_run asks for
+std::unique_ptr<void, void (*)(void *)> make_scratch(size_t bytes);
 
 // All streams in one call of attention_run, every thread its own. The number of threads that were told to be the last.
 int run(std::vector<mixedkv::attention_args> streams, int n_threads);
 
 // Makes MIXEDKV_ISA hold; false with a message on stdout when the machine lacks it.
 bool force_isa(const std::string & name);
+
+// The same for the argument --isa NAME, where there is one
+bool force_isa(int argc, char ** argv);
+
+// What follows an argument of this name
+const char * value_after(int argc, char ** argv, const char * name, const char * otherwise);
+int          number_after(int argc, char ** argv, const char * name, int otherwise);
 
 } // namespace test

@@ -89,7 +89,7 @@ test::problem make(row_type type, int64_t keys, float score_std, int queries) {
 } // namespace
 
 int main(int argc, char ** argv) {
-    if (argc == 3 && std::string(argv[1]) == "--isa" && !test::force_isa(argv[2])) {
+    if (!test::force_isa(argc, argv)) {
         return 77;
     }
     int failures = 0;

@@ -18,19 +18,8 @@ namespace {
 
 int failures = 0;
 
-// Largest error, as a share of the largest |v| (Gaussian values: about 4).
-double worst_error(const test::problem & p) {
-    const std::vector<double> want  = p.reference();
-    double                    worst = 0.0;
-    for (size_t i = 0; i < want.size(); i++) {
-        const double error = std::fabs(p.out[i] - want[i]) / 4.0;
-        worst              = error <= worst ? worst : error; // NaN stays
-    }
-    return worst;
-}
-
 void expect_close(const test::problem & p, const char * what) {
-    const double error = worst_error(p);
+    const double error = test::worst_error(p.out, p.reference(), p.out.size());
     // of integers of 16 or 8 bits, see docs/kernels.md
     if (!(error <= (p.o.rounding == 8 ? 4e-2 : 1.5e-4))) {
         std::printf("FAIL %s: error %.2e: %s\n", what, error, p.o.describe().c_str());
@@ -94,7 +83,7 @@ int random_edge(test::rng & r, int d) {
     return r.chance(0.5) ? 0 : r.chance(0.5) ? d & -d : std::min(d & -d, 64);
 }
 
-void test_random_shapes(int n) {
+void random_shapes_are_near_the_reference(int n) {
     for (int i = 0; i < n; i++) {
         test::rng     r(1000 + i);
         test::options o = random_options(r);
@@ -110,7 +99,7 @@ void test_random_shapes(int n) {
 }
 
 // Every pairing of types at every head size named in the interface, decode and prefill.
-void test_pairings() {
+void every_pair_of_types_is_near_the_reference() {
     for (int d : { 64, 96, 128, 192, 256 }) {
         for (row_type k : test::all_types()) {
             if (d % test::block_elements(k)) {
@@ -152,7 +141,7 @@ test::options mixed_cache(int queries, int64_t cold, mask_kind mask) {
     return o;
 }
 
-void test_thread_counts() {
+void any_number_of_threads_gives_the_same_bits() {
     for (int queries : { 1, 5, 48 }) {
         test::rng     r(7);
         test::problem p(r, mixed_cache(queries, 3000, mask_kind::causal));
@@ -171,7 +160,7 @@ void test_thread_counts() {
 }
 
 // One call with several streams of different shapes gives what a call for each gives.
-void test_streams() {
+void streams_of_one_call_get_what_each_gets_alone() {
     test::rng                                   r(11);
     std::vector<std::unique_ptr<test::problem>> problems;
     for (int queries : { 1, 3, 40 }) {
@@ -193,7 +182,7 @@ void test_streams() {
 }
 
 // Queries cut into several calls over the same keys: each gets what it would get in one call, but for rounding.
-void test_queries_cut_apart() {
+void queries_of_several_calls_are_near_the_reference() {
     test::rng     r(29);
     test::problem p(r, mixed_cache(70, 900, mask_kind::causal));
     const auto    whole = p.args();
@@ -215,7 +204,7 @@ void test_queries_cut_apart() {
     }
 }
 
-void test_rotation() {
+void rotation_is_that_of_its_definition() {
     test::rng r(23);
     for (int edge : { 1, 2, 16, 64, 128, 1024 }) {
         std::vector<float> x(3 * edge);
@@ -235,13 +224,12 @@ void test_rotation() {
 }
 
 // Scratch asked for once, for the largest shape, serves a sequence of smaller calls with changing thread counts.
-void test_scratch_reuse() {
-    test::rng                               r(13);
-    test::problem                           largest(r, mixed_cache(40, 5000, mask_kind::none));
-    const auto                              a     = largest.args();
-    const size_t                            bytes = mixedkv::attention_scratch_bytes(&a, 1);
-    std::unique_ptr<void, void (*)(void *)> scratch(std::aligned_alloc(64, (bytes + 63) / 64 * 64), std::free);
-    std::memset(scratch.get(), 0, bytes);
+void scratch_of_the_largest_shape_serves_smaller_ones() {
+    test::rng     r(13);
+    test::problem largest(r, mixed_cache(40, 5000, mask_kind::none));
+    const auto    a       = largest.args();
+    const size_t  bytes   = mixedkv::attention_scratch_bytes(&a, 1);
+    const auto    scratch = test::make_scratch(bytes);
     for (int queries : { 40, 1, 8, 17, 1, 40 }) {
         test::problem p(r, mixed_cache(queries, 100 * (queries + 7), mask_kind::causal));
         const auto    args = p.args();
@@ -257,7 +245,7 @@ void test_scratch_reuse() {
 }
 
 // Rows that no query sees must not be read: they are allowed to hold anything, here NaN.
-void test_hidden_rows_are_not_used() {
+void hidden_rows_are_not_read() {
     for (int queries : { 1, 40 }) {
         test::options o = mixed_cache(queries, 500, mask_kind::none);
         o.mask          = mask_kind::window;
@@ -275,7 +263,7 @@ void test_hidden_rows_are_not_used() {
 }
 
 // Queries of several sequences in one call: what one of them gets does not depend on rows that others alone see.
-void test_rows_of_other_sequences() {
+void rows_of_other_sequences_do_not_matter() {
     for (row_type type : { row_type::q4_0, row_type::q8_0, row_type::f16 }) {
         for (int queries : { 5, 8, 12 }) {
             test::options o = mixed_cache(queries, 900, mask_kind::holes);
@@ -310,7 +298,7 @@ void test_rows_of_other_sequences() {
 }
 
 // What one call has found in the mask serves the next; a mask of another step is looked at anew.
-void test_masks_are_kept() {
+void a_mask_that_is_kept_gives_the_same_bits() {
     std::vector<uint32_t> blocks;
     uint32_t              step = 0;
     for (int i = 0; i < 12; i++) {
@@ -335,25 +323,19 @@ void test_masks_are_kept() {
 } // namespace
 
 int main(int argc, char ** argv) {
-    int shapes = 100;
-    for (int i = 1; i + 1 < argc; i += 2) {
-        if (std::string(argv[i]) == "--isa" && !test::force_isa(argv[i + 1])) {
-            return 77;
-        }
-        if (std::string(argv[i]) == "--shapes") {
-            shapes = std::atoi(argv[i + 1]);
-        }
+    if (!test::force_isa(argc, argv)) {
+        return 77;
     }
-    test_random_shapes(shapes);
-    test_pairings();
-    test_thread_counts();
-    test_streams();
-    test_queries_cut_apart();
-    test_rotation();
-    test_scratch_reuse();
-    test_hidden_rows_are_not_used();
-    test_rows_of_other_sequences();
-    test_masks_are_kept();
+    random_shapes_are_near_the_reference(test::number_after(argc, argv, "--shapes", 100));
+    every_pair_of_types_is_near_the_reference();
+    any_number_of_threads_gives_the_same_bits();
+    streams_of_one_call_get_what_each_gets_alone();
+    queries_of_several_calls_are_near_the_reference();
+    rotation_is_that_of_its_definition();
+    scratch_of_the_largest_shape_serves_smaller_ones();
+    hidden_rows_are_not_read();
+    rows_of_other_sequences_do_not_matter();
+    a_mask_that_is_kept_gives_the_same_bits();
     std::printf("%s: %d failures\n", mixedkv::attention_isa(), failures);
     return failures != 0;
 }

@@ -330,15 +330,10 @@ void check_values(const prompt & p, const std::vector<float> & out, const char *
 } // namespace
 
 int main(int argc, char ** argv) {
-    int prompts = 40;
-    for (int i = 1; i + 1 < argc; i += 2) {
-        if (std::string(argv[i]) == "--isa" && !test::force_isa(argv[i + 1])) {
-            return 77;
-        }
-        if (std::string(argv[i]) == "--prompts") {
-            prompts = std::atoi(argv[i + 1]);
-        }
+    if (!test::force_isa(argc, argv)) {
+        return 77;
     }
+    const int prompts = test::number_after(argc, argv, "--prompts", 40);
     if (mixedkv::attention_isa() == std::string("neon")) {
         std::printf("skipped: neon does not promise it (docs/kernels.md)\n");
         return 77;

@@ -21,15 +21,9 @@ void expect(bool ok, const std::string & what) {
     }
 }
 
-// of all queries up to `end`; NaN counts
+// of all queries up to `end`
 double worst_error(const test::problem & p, int end) {
-    const std::vector<double> want  = p.reference();
-    double                    worst = 0.0;
-    for (size_t i = 0; i < size_t(end) * p.o.n_head * p.o.d_v; i++) {
-        const double error = std::fabs(p.out[i] - want[i]) / 4.0;
-        worst              = error <= worst ? worst : error;
-    }
-    return worst;
+    return test::worst_error(p.out, p.reference(), size_t(end) * p.o.n_head * p.o.d_v);
 }
 
 test::options causal(row_type type, int n_queries) {
@@ -56,8 +50,7 @@ void fill(test::rows & rows, int64_t row, uint16_t half) {
 
 // The last key is seen by the last query alone, and lies in one block with keys that all see.
 void hidden_extremes_do_not_reach_other_queries() {
-    for (const row_type type :
-         { row_type::f16, row_type::q8_0, row_type::q5_0, row_type::q4_0, row_type::lm4, row_type::tc3 }) {
+    for (const row_type type : test::stored_types()) {
         for (const int n_queries : { 2, 5, 16, 40 }) {
             for (const uint16_t half : { 0x7bff, 0xfbff, 0x0001, 0x8001, 0x0000 }) { // +-65504, denormals, 0
                 test::rng     r(11);
@@ -77,8 +70,7 @@ void hidden_extremes_do_not_reach_other_queries() {
 }
 
 void nan_in_a_query_stays_in_its_row() {
-    for (const row_type type :
-         { row_type::f16, row_type::q8_0, row_type::q5_0, row_type::q4_0, row_type::lm4, row_type::tc3 }) {
+    for (const row_type type : test::stored_types()) {
         for (const int n_queries : { 1, 5, 16, 40 }) {
             for (const float odd : { NAN, INFINITY }) {
                 test::rng     r(12);
@@ -105,8 +97,7 @@ void nan_in_a_query_stays_in_its_row() {
 
 // Too small for a scale that makes integers of it
 void queries_near_zero() {
-    for (const row_type type :
-         { row_type::f16, row_type::q8_0, row_type::q5_0, row_type::q4_0, row_type::lm4, row_type::tc3 }) {
+    for (const row_type type : test::stored_types()) {
         for (const int n_queries : { 1, 40 }) {
             for (const float size : { 0.0f, 1e-44f, 1e-38f, 1e-33f }) {
                 test::rng     r(14);
@@ -125,8 +116,7 @@ void queries_near_zero() {
 
 // e^2x overflows from 44.4 times the cap on
 void scores_far_beyond_the_soft_cap() {
-    for (const row_type type :
-         { row_type::f16, row_type::q8_0, row_type::q5_0, row_type::q4_0, row_type::lm4, row_type::tc3 }) {
+    for (const row_type type : test::stored_types()) {
         for (const int n_queries : { 1, 40 }) {
             for (const float times : { 1.0f, 20.0f, 30.0f, 60.0f, 1000.0f }) {
                 test::rng     r(13);
@@ -147,10 +137,8 @@ void scores_far_beyond_the_soft_cap() {
 } // namespace
 
 int main(int argc, char ** argv) {
-    for (int i = 1; i + 1 < argc; i += 2) {
-        if (std::string(argv[i]) == "--isa" && !test::force_isa(argv[i + 1])) {
-            return 77;
-        }
+    if (!test::force_isa(argc, argv)) {
+        return 77;
     }
     for (const int bits : { 16, 8 }) {
         rounding = bits;

@@ -113,7 +113,7 @@ test::options make_options(row_type type, int n_queries, int n_head_kv, int64_t 
 
 // With each probability there are as many draws below it as there have to be, so no size is read too often in all
 // answers.
-void test_draws() {
+void draws_are_below_a_probability_as_often_as_it_says() {
     using namespace mixedkv;
     const float * draws = page_draws();
     for (int code = read_once; code <= code_of(0.0f); code++) {
@@ -129,7 +129,7 @@ void test_draws() {
 }
 
 // Each element has the nearest of four levels, and the step makes the least of the error, an eighth of the variance.
-void test_sketch() {
+void a_sketch_has_the_nearest_levels_and_the_best_step() {
     for (const row_type type : test::all_types()) {
         for (const int d : { 64, 128 }) {
             test::rng     r(3);
@@ -168,7 +168,7 @@ void test_sketch() {
 }
 
 // Everything that is read is all that there is: the same bits as without pages.
-void test_all() {
+void reading_all_pages_has_the_bits_of_no_pages() {
     for (const row_type type : test::all_types()) {
         for (int queries : { 1, 5 }) {
             test::rng     r(5);
@@ -271,7 +271,7 @@ double worst_difference(const std::vector<float> & a, const std::vector<float> &
 
 // What is chosen, and that attention is that over the keys of these pages, for which each stands, whoever shares the
 // batch.
-void test_choice(const test::options & o, float error) {
+void check_choice_of(const test::options & o, float error) {
     test::rng     r(11);
     test::problem p(r, o);
     page_data     pages(p);
@@ -334,7 +334,7 @@ void test_choice(const test::options & o, float error) {
     }
 }
 
-void test_choices() {
+void attention_is_that_over_the_pages_that_are_read() {
     for (const row_type type : { row_type::q4_0, row_type::f16, row_type::other }) {
         for (const auto mask :
              { test::mask_kind::none, test::mask_kind::causal, test::mask_kind::holes, test::mask_kind::alibi }) {
@@ -349,7 +349,7 @@ void test_choices() {
                         o.type_k.resize(1);
                         o.type_v.resize(1);
                     }
-                    test_choice(o, heads_kv == 1 ? 0.15f : 0.05f);
+                    check_choice_of(o, heads_kv == 1 ? 0.15f : 0.05f);
                 }
             }
         }
@@ -358,13 +358,13 @@ void test_choices() {
         test::options o = make_options(row_type::q4_0, 2, 2, 700);
         o.d_k = o.d_v = d;
         o.rotation_q = o.rotation_out = 32;
-        test_choice(o, 0.06f);
+        check_choice_of(o, 0.06f);
     }
 }
 
 // Over 10,000 queries the output is farther off than it may be no more often than it may be: with V of 1 and -1, by
 // pages, by no more than `error` of their distance from the output.
-void test_guarantee() {
+void errors_are_no_larger_than_was_asked_for() {
     const double  normal = 1.959964; // beyond which a twentieth is
     const double  eps    = 0.1;
     test::options o      = make_options(row_type::q4_0, 32, 4, 1200);
@@ -414,7 +414,7 @@ void test_guarantee() {
     expect(read < 0.5 * double(pages_of_all), "some is left out", o.describe());
 }
 
-void test_depth() {
+void all_pages_are_read_below_the_depth() {
     test::rng     r(13);
     test::problem p(r, make_options(row_type::q4_0, 1, 2, 1000));
     page_data     pages(p);
@@ -429,17 +429,17 @@ void test_depth() {
 } // namespace
 
 int main(int argc, char ** argv) {
-    if (argc == 3 && !test::force_isa(argv[2])) {
+    if (!test::force_isa(argc, argv)) {
         return 77;
     }
-    test_draws();
+    draws_are_below_a_probability_as_often_as_it_says();
     if (!is_scalar()) {
-        test_sketch();
+        a_sketch_has_the_nearest_levels_and_the_best_step();
     }
-    test_all();
-    test_choices();
-    test_guarantee();
-    test_depth();
+    reading_all_pages_has_the_bits_of_no_pages();
+    attention_is_that_over_the_pages_that_are_read();
+    errors_are_no_larger_than_was_asked_for();
+    all_pages_are_read_below_the_depth();
     std::printf("%s: %d failures\n", mixedkv::attention_isa(), failures);
     return failures != 0;
 }

@@ -27,11 +27,9 @@ void run_on_small_stack(const test::options & o) {
     const std::vector<float> want = p.out;
     std::fill(p.out.begin(), p.out.end(), -1.0f);
 
-    std::pair<mixedkv::attention_args, void *> call{ p.args(), nullptr };
-    const size_t                               bytes = mixedkv::attention_scratch_bytes(&call.first, 1);
-    call.second                                      = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
-    CHECK(call.second);
-    std::memset(call.second, 0, bytes);
+    const mixedkv::attention_args              args    = p.args();
+    const auto                                 scratch = test::make_scratch(mixedkv::attention_scratch_bytes(&args, 1));
+    std::pair<mixedkv::attention_args, void *> call{ args, scratch.get() };
 
     pthread_attr_t attributes;
     pthread_t      thread;
@@ -40,7 +38,6 @@ void run_on_small_stack(const test::options & o) {
     CHECK(pthread_create(&thread, &attributes, attend, &call) == 0);
     CHECK(pthread_join(thread, nullptr) == 0);
     pthread_attr_destroy(&attributes);
-    std::free(call.second);
 
     if (std::memcmp(p.out.data(), want.data(), want.size() * sizeof(float)) != 0) {
         std::printf("another output: %s\n", o.describe().c_str());
@@ -51,10 +48,8 @@ void run_on_small_stack(const test::options & o) {
 } // namespace
 
 int main(int argc, char ** argv) {
-    for (int i = 1; i + 1 < argc; i += 2) {
-        if (std::string(argv[i]) == "--isa" && !test::force_isa(argv[i + 1])) {
-            return 77;
-        }
+    if (!test::force_isa(argc, argv)) {
+        return 77;
     }
     for (const row_type type : test::all_types()) {
         for (const int d : { 64, 256, 1024 }) {

@@ -24,7 +24,7 @@ static bool is_refused(const std::function<void()> & guard, const std::string & 
     }
 }
 
-static void test_rotation() {
+static void another_rotation_is_refused() {
     // as ggml_gen_hadamard fills it
     const int64_t      n = 64;
     std::vector<float> matrix(n * n);
@@ -49,7 +49,7 @@ static void test_rotation() {
     CHECK(is_refused(guard, "Walsh-Hadamard")); // in another order
 }
 
-static void test_mask() {
+static void another_mask_is_refused() {
     ggml_context_ptr ctx(ggml_init({ 8 * ggml_tensor_overhead(), nullptr, true }));
 
     const auto mask = [&](ggml_type type, int64_t n_mask, int64_t n_tokens, int64_t n_stream) {
@@ -81,10 +81,15 @@ static const char * device_name(ggml_backend_dev_t) {
     return "GPU0";
 }
 
-static void test_flash() {
+static ggml_backend_device make_device() {
     ggml_backend_device dev = {};
     dev.iface.supports_op   = supports_op;
     dev.iface.get_name      = device_name;
+    return dev;
+}
+
+static void a_device_without_flash_attention_for_the_heads_is_refused() {
+    ggml_backend_device dev = make_device();
 
     llama_hparams hparams;
     hparams.n_layer_all = 8;
@@ -101,10 +106,8 @@ static void test_flash() {
     llama_kv_guard_flash(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU), hparams, 3);
 }
 
-static void test_rows() {
-    ggml_backend_device dev = {};
-    dev.iface.supports_op   = supports_op;
-    dev.iface.get_name      = device_name;
+static void a_device_that_does_not_write_the_rows_is_refused() {
+    ggml_backend_device dev = make_device();
 
     llama_kv_guard_rows(&dev, GGML_TYPE_Q4_0, 2);
     CHECK(is_refused([&] { llama_kv_guard_rows(&dev, ggml_type(LM4_TYPE), 2); },
@@ -112,10 +115,8 @@ static void test_rows() {
     llama_kv_guard_rows(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU), ggml_type(LM4_TYPE), 2);
 }
 
-static void test_size() {
-    ggml_backend_device dev = {};
-    dev.iface.supports_op   = supports_op;
-    dev.iface.get_name      = device_name;
+static void a_tensor_that_is_too_large_for_a_device_is_refused() {
+    ggml_backend_device dev = make_device();
 
     ggml_context_ptr ctx(ggml_init({ 2 * ggml_tensor_overhead(), nullptr, true }));
     ggml_tensor *    fits = ggml_new_tensor_2d(ctx.get(), GGML_TYPE_F16, 512, 1024);
@@ -128,10 +129,10 @@ static void test_size() {
 }
 
 int main() {
-    test_rotation();
-    test_mask();
-    test_flash();
-    test_rows();
-    test_size();
+    another_rotation_is_refused();
+    another_mask_is_refused();
+    a_device_without_flash_attention_for_the_heads_is_refused();
+    a_device_that_does_not_write_the_rows_is_refused();
+    a_tensor_that_is_too_large_for_a_device_is_refused();
     return 0;
 }

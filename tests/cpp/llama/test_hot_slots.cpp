@@ -100,7 +100,7 @@ static uint64_t room_for(const hot_window & rule, uint32_t n_seq) {
     return hot_layout::all(rule, n_seq, N_CELLS);
 }
 
-static void test_the_window_is_held() {
+static void the_window_is_held() {
     cache one(RULE, 1, room_for(RULE, 1));
 
     std::map<llama_pos, int32_t> before;
@@ -117,7 +117,7 @@ static void test_the_window_is_held() {
     CHECK(one.slots.is_window_whole(0, 100));
 }
 
-static void test_how_a_prompt_was_cut_leaves_no_trace() {
+static void how_a_prompt_was_cut_leaves_no_trace() {
     cache single(RULE, 1, room_for(RULE, 1));
     for (int i = 0; i < 90; ++i) {
         single.evaluate(0, 1);
@@ -130,7 +130,7 @@ static void test_how_a_prompt_was_cut_leaves_no_trace() {
     CHECK(cut.held(0) == single.held(0));
 }
 
-static void test_rejected_drafts_leave_no_trace() {
+static void rejected_drafts_leave_no_trace() {
     cache plain(RULE, 2, room_for(RULE, 2));
     cache drafted(RULE, 2, room_for(RULE, 2));
 
@@ -149,7 +149,7 @@ static void test_rejected_drafts_leave_no_trace() {
     }
 }
 
-static void test_a_failed_step_leaves_no_trace() {
+static void a_failed_step_leaves_no_trace() {
     cache one(RULE, 1, room_for(RULE, 1));
     one.evaluate(0, 50);
 
@@ -168,7 +168,7 @@ static void test_a_failed_step_leaves_no_trace() {
     CHECK(one.slots.get_use().n_steps == use.n_steps && one.slots.get_use().step == use.step);
 }
 
-static void test_restored_rows_lie_where_they_lay() {
+static void restored_rows_lie_where_they_lay() {
     for (const uint64_t budget : { room_for(RULE, 3), hot_layout::least(RULE, 3, N_CELLS) + 16 }) {
         cache from(RULE, 3, budget);
         from.evaluate(1, 40);
@@ -194,7 +194,7 @@ static void test_restored_rows_lie_where_they_lay() {
 }
 
 // one sequence after the other where there is room for one window: the idle one gives its rows up, and that is known
-static void test_a_pool_is_shared() {
+static void a_pool_is_shared() {
     const hot_window rule = { 64, 8, 2, 0 };
 
     cache both(rule, 2, hot_layout::least(rule, 2, N_CELLS));
@@ -220,7 +220,7 @@ static void test_a_pool_is_shared() {
     CHECK(both.slots.get_use().short_from[0] == -1); // what was evaluated short is gone
 }
 
-static void test_tokens_that_read_a_row_less_are_known() {
+static void tokens_that_read_a_row_less_are_known() {
     cache one(RULE, 1, room_for(RULE, 1));
     one.evaluate(0, 60);
     one.remove(0, 60 - RULE.n_draft);
@@ -236,7 +236,7 @@ static void test_tokens_that_read_a_row_less_are_known() {
     CHECK(one.slots.get_use().short_from[0] == -1);
 }
 
-static void test_a_narrower_window_is_laid_out_anew() {
+static void a_narrower_window_is_laid_out_anew() {
     cache one(RULE, 1, room_for(RULE, 1));
     one.evaluate(0, 80);
     const auto before = one.held(0);
@@ -254,7 +254,7 @@ static void test_a_narrower_window_is_laid_out_anew() {
     CHECK(one.slots.get_window().threshold == 8 && one.slots.is_window_whole(0, 80));
 }
 
-static void test_streams_are_copied_whole() {
+static void streams_are_copied_whole() {
     cache two(RULE, 2, room_for(RULE, 1), false);
     two.evaluate(0, 40);
 
@@ -277,7 +277,7 @@ static uint64_t pages_for(const hot_layout & layout, const hot_window & rule) {
     return (rule.recent_rows() + layout.page - 1) / layout.page + 1;
 }
 
-static void test_who_runs_has_a_whole_window_while_there_are_pages_for_it() {
+static void who_runs_has_a_whole_window_while_there_are_pages_for_it() {
     uint32_t   state  = 1;
     const auto random = [&](uint32_t n) { return (state = state * 1664525u + 1013904223u) / 65536 % n; };
 
@@ -306,15 +306,15 @@ static void test_who_runs_has_a_whole_window_while_there_are_pages_for_it() {
 }
 
 int main() {
-    test_the_window_is_held();
-    test_how_a_prompt_was_cut_leaves_no_trace();
-    test_rejected_drafts_leave_no_trace();
-    test_a_failed_step_leaves_no_trace();
-    test_restored_rows_lie_where_they_lay();
-    test_a_pool_is_shared();
-    test_who_runs_has_a_whole_window_while_there_are_pages_for_it();
-    test_tokens_that_read_a_row_less_are_known();
-    test_a_narrower_window_is_laid_out_anew();
-    test_streams_are_copied_whole();
+    the_window_is_held();
+    how_a_prompt_was_cut_leaves_no_trace();
+    rejected_drafts_leave_no_trace();
+    a_failed_step_leaves_no_trace();
+    restored_rows_lie_where_they_lay();
+    a_pool_is_shared();
+    who_runs_has_a_whole_window_while_there_are_pages_for_it();
+    tokens_that_read_a_row_less_are_known();
+    a_narrower_window_is_laid_out_anew();
+    streams_are_copied_whole();
     return 0;
 }

@@ -44,7 +44,7 @@ static llama_kv_cells make_cells(uint32_t n) {
     return cells;
 }
 
-static void test_sequences_lie_apart() {
+static void sequences_lie_apart() {
     auto               cells = make_cells(4 * BLOCK);
     llama_kv_placement placement(3);
 
@@ -71,7 +71,7 @@ static void test_sequences_lie_apart() {
     CHECK(blocks[0] != blocks[1] && blocks[1] != blocks[2] && blocks[0] != blocks[2]);
 }
 
-static void test_cells_that_are_taken_over() {
+static void cells_that_are_taken_over_stay_upstreams_choice() {
     auto               cells = make_cells(8);
     llama_kv_placement placement(2);
 
@@ -84,7 +84,7 @@ static void test_cells_that_are_taken_over() {
     CHECK(place(placement, cells, s) == s.sinfo.idxs[0]);
 }
 
-static void test_a_choice_of_another_form() {
+static void a_choice_of_another_form_stays() {
     auto               cells = make_cells(8);
     llama_kv_placement placement(2);
 
@@ -94,8 +94,8 @@ static void test_a_choice_of_another_form() {
 }
 
 int main() {
-    test_sequences_lie_apart();
-    test_cells_that_are_taken_over();
-    test_a_choice_of_another_form();
+    sequences_lie_apart();
+    cells_that_are_taken_over_stay_upstreams_choice();
+    a_choice_of_another_form_stays();
     return 0;
 }

@@ -78,11 +78,7 @@ std::vector<uint16_t> widen_mask(const test::problem & p, int n_cold, int width)
 }
 
 void expect_close(const test::problem & p, const std::vector<double> & want, const std::string & what) {
-    double worst = 0.0;
-    for (size_t i = 0; i < want.size(); i++) {
-        const double error = std::fabs(p.out[i] - want[i]) / 4.0;
-        worst              = error <= worst ? worst : error; // NaN stays
-    }
+    const double worst = test::worst_error(p.out, want, want.size());
     // Q, weights and dequantised values are rounded to F16
     if (!(worst <= 4e-3)) {
         std::printf("FAIL %s: error %.2e: %s\n", what.c_str(), worst, p.o.describe().c_str());
@@ -460,20 +456,11 @@ void convert(test::rng & r, row_type type) {
     }
 }
 
-int number_after(int argc, char ** argv, const char * name, int otherwise) {
-    for (int i = 1; i + 1 < argc; i++) {
-        if (!std::strcmp(argv[i], name)) {
-            return std::atoi(argv[i + 1]);
-        }
-    }
-    return otherwise;
-}
-
 } // namespace
 
 int main(int argc, char ** argv) {
-    test::rng r(uint32_t(number_after(argc, argv, "--seed", 1)));
-    const int n_shapes = number_after(argc, argv, "--shapes", 40);
+    test::rng r(uint32_t(test::number_after(argc, argv, "--seed", 1)));
+    const int n_shapes = test::number_after(argc, argv, "--shapes", 40);
     for (int i = 0; i < n_shapes; i++) {
         const test::options o = random_options(r);
         test::problem       p(r, o);
