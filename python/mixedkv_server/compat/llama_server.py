@@ -250,20 +250,20 @@ class _Answer(SentAnswer):
         before = b"".join(map(self._of_prompt, self._progress.done()))
         if isinstance(event, Done):
             return before + sse(self._end(i, event))
-        return before + sse({**self._token_field(i, event), "tokens": list(event.tokens), **self._timed(i)})
+        return before + sse({**self._of_event(i, event), "tokens": list(event.tokens), **self._timed(i)})
 
     def idle(self) -> bytes:
         progress = self._progress.now()
         return PING if progress is None else self._of_prompt(progress)
 
     def _of_prompt(self, progress: dict[str, Any]) -> bytes:
-        return sse({**self._token_field(0, Delta("")), "prompt_progress": progress, **self._timed(0)})
+        return sse({**self._of_event(0, Delta("")), "prompt_progress": progress, **self._timed(0)})
 
     def _timed(self, i: int) -> dict[str, Any]:
         """Return the field about speed where it is asked for."""
         return {"timings": timings(self.jobs[i])} if self._body.timings_per_token else {}
 
-    def _token_field(self, i: int, event: Delta | Done) -> dict[str, Any]:
+    def _of_event(self, i: int, event: Delta | Done) -> dict[str, Any]:
         probabilities = {}
         if self._body.n_probs:
             entries = chat_logprobs(self._token_texts, event.logprobs, ids=True)["content"]
@@ -275,7 +275,7 @@ class _Answer(SentAnswer):
     def _end(self, i: int, end: Done) -> dict[str, Any]:
         job = self.jobs[i]
         told = {
-            **self._token_field(i, end),
+            **self._of_event(i, end),
             "tokens": list(job.answer.tokens) if self._body.return_tokens and not self._body.stream else [],
             "model": self.server.model_name,
             **about_answer(job, end, self._texts[i], self._body.most_tokens),

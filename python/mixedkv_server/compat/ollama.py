@@ -27,7 +27,7 @@ from mixedkv_server.api.schemas import AnyChoice, CompletionRequest, EmbeddingRe
 from mixedkv_server.api.sse import NDJSON, SentAnswer, json_line, respond
 from mixedkv_server.api.usage import cached_details
 from mixedkv_server.api_error import ApiError, bad_request
-from mixedkv_server.compat.foreign_api import ForeignAPI
+from mixedkv_server.compat.foreign_api import ForeignAPI, RoutedFields
 from mixedkv_server.fields import (
     FLAG,
     LIST,
@@ -633,4 +633,42 @@ def _error(error: ApiError) -> dict[str, Any]:
     return {"error": error.message}
 
 
-API = ForeignAPI(generating=router, others=models_router, errors={"/api/": _error})
+_LOADS: dict[str, type[OllamaChat | OllamaGenerate]] = {
+    "/api/chat": OllamaChat,
+    "/api/generate": OllamaGenerate,
+}
+
+
+class OllamaRoutedFields(RoutedFields):
+    """What a router reads of Ollama's requests. One without a prompt loads the model, or unloads it where
+    `keep_alive` is 0.
+    """
+
+    keep_alive: Any = None
+    prompt: Any = None
+    suffix: Any = None
+    images: Any = None
+    messages: Any = None
+
+    @property
+    def seconds(self) -> float | None:
+        try:
+            return None if self.keep_alive is None else parse_keep_alive(self.keep_alive)
+        except ValueError:  # the model's process refuses it
+            return None
+
+    def unload_answer(self, path: str, model: Described) -> Response | None:
+        kind = _LOADS.get(path)
+        if kind is None or self.seconds != 0 or self.prompt or self.suffix or self.images or self.messages:
+            return None
+        return without_answer(model, kind.model_construct(), "unload")
+
+
+API = ForeignAPI(
+    generating=router,
+    others=models_router,
+    errors={"/api/": _error},
+    routed={"/api/": OllamaRoutedFields},
+    about_models=("/api/tags", "/api/ps", "/api/show", "/api/version"),
+    model_tag=_LATEST,
+)

@@ -35,8 +35,8 @@ from mixedkv.model.gguf_file import ModelFile, read_model_file
 from mixedkv_server.api.info import check_metrics_key
 from mixedkv_server.api_error import ApiError, from_engine
 from mixedkv_server.app import App, add_middleware, all_routes, include_endpoints
-from mixedkv_server.compat.ollama import OllamaChat, OllamaGenerate, named_model, without_answer
-from mixedkv_server.fields import Model, Name
+from mixedkv_server.compat import APIS
+from mixedkv_server.compat.foreign_api import RoutedFields
 from mixedkv_server.http.json_body import SaidOnce, parse_in_turn
 from mixedkv_server.http.middleware import without
 from mixedkv_server.models import (
@@ -57,7 +57,7 @@ from mixedkv_server.router.model_process import (
     get,
 )
 from mixedkv_server.router.processes import Processes, RoutedModel, routed
-from mixedkv_server.settings import ServerSettings, parse_keep_alive
+from mixedkv_server.settings import ServerSettings
 from mixedkv_server.state import model_of, tenant
 from mixedkv_server.warming import WarmLine, write_warm_file
 from mixedkv_service.keys import Keys, MetricsKey
@@ -67,49 +67,19 @@ _NOT_PASSED = (  # of this connection, checked by the router, or said by it
     *(b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"),
     *(b"content-length", b"origin", b"x-request-id", b"date"),
 )
-_OLLAMA: dict[str, type[OllamaChat | OllamaGenerate]] = {
-    "/api/chat": OllamaChat,
-    "/api/generate": OllamaGenerate,
-}
-
-
-class RoutedFields(Model):
-    """The fields of a body that the router reads."""
-
-    model: Name | None = None
-    keep_alive: Any = None
-    # of Ollama's API: a request without any of these loads a model, or unloads it
-    prompt: Any = None
-    suffix: Any = None
-    images: Any = None
-    messages: Any = None
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds that the model stays; None for the default, also for what its process will refuse."""
-        try:
-            return None if self.keep_alive is None else parse_keep_alive(self.keep_alive)
-        except ValueError:
-            return None
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.prompt or self.suffix or self.images or self.messages)
 
 
 async def forward(request: Request) -> Response:
     """Answer with what the model's process answers, as it comes. The process is started where need be."""
     owner, path = tenant(request), without(request.scope.get("root_path", ""), request.url.path)
-    requested = await _read(request)
-    model = routed(
-        named_model(request, requested.model or request.query_params.get("model"), generates=False)
-    )
-    seconds = requested.seconds if path.startswith("/api/") else None
-    if path in _OLLAMA and requested.is_empty and seconds == 0:
+    requested = await _read(request, path)
+    name = _without_tag(requested.model or request.query_params.get("model"))
+    model = routed(model_of(request, name, generates=False))
+    if (answer := requested.unload_answer(path, model)) is not None:
         model.processes.let_go(model.place, owner)
-        return without_answer(model, _OLLAMA[path].model_construct(), "unload")
+        return answer
     try:
-        await or_disconnect(request, model.processes.use(model.place, owner, seconds))
+        await or_disconnect(request, model.processes.use(model.place, owner, requested.seconds))
     except ModelLoadError as error:
         wait = {"Retry-After": str(max(1, math.ceil(error.rest)))}
         raise ApiError(503, str(error), param="model", code="model_not_loaded", headers=wait) from None
@@ -190,11 +160,18 @@ class Passed(Response):
 _PER_CONNECTION = (b"connection", b"keep-alive", b"transfer-encoding", b"date", b"x-request-id")
 
 
-async def _read(request: Request) -> RoutedFields:
-    body = await request.body()
+async def _read(request: Request, path: str) -> RoutedFields:
+    kinds = (kind for api in APIS for begin, kind in api.routed.items() if path.startswith(begin))
+    kind, body = next(kinds, RoutedFields), await request.body()
     if not body:
-        return RoutedFields()
-    return (await parse_in_turn(request, RoutedFields, body, False))[0]
+        return kind()
+    return (await parse_in_turn(request, kind, body, False))[0]
+
+
+def _without_tag(name: str | None) -> str | None:
+    for api in APIS:
+        name = name.removesuffix(api.model_tag) if name else None
+    return name
 
 
 def _ended(model: RoutedModel) -> ApiError:
@@ -207,8 +184,8 @@ def _ended(model: RoutedModel) -> ApiError:
 
 _METRICS_SECONDS = 5.0
 _OWN = (  # endpoints that the router answers as a server of one model does
-    *("/v1/models", "/v1/models/{model:path}", "/api/tags", "/api/ps", "/api/show", "/api/version"),
-    *("/", "/stats", "/docs", "/page/{name}"),
+    *("/v1/models", "/v1/models/{model:path}", "/", "/stats", "/docs", "/page/{name}"),
+    *(path for api in APIS for path in api.about_models),
 )
 
 

@@ -267,7 +267,7 @@ def test_idle_ones_leave(options: list[str]) -> None:
     with running(*options, "--keep-alive", "1s") as server:
         ask(server, "two", max_tokens=1)
         pid = process_of(server, "two")
-        body = {"model": "one", "prompt": "a", "keep_alive": "10m", "options": {"num_predict": 1}}
+        body = {"model": "one:latest", "prompt": "a", "keep_alive": "10m", "options": {"num_predict": 1}}
         server.post("/api/generate", {**body, "stream": False})
         wait_for(lambda: loaded(server) == {"one", "odd"})
         wait_for(lambda: not lives(pid))
