@@ -180,8 +180,8 @@ class Llama(GuardedLlama):
         plan, assertions = self._plan, _core.Assertions()
         with next_context(plan.setting.native(), plan.n_windows):
             try:
-                with assertions, _llama_cpp.weights_of(weights):
-                    super().__init__(plan.path, **plan.base)
+                with assertions:
+                    _llama_cpp.load(self, plan.path, plan.base, weights)
                 if type(self.tokenizer_) is LlamaTokenizer:
                     self.tokenizer_ = _llama_cpp.ModelTokenizer(self)
                 self._pre_tokenizer = _llama_cpp.pre_tokenizer(self)

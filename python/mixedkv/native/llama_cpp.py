@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import llama_cpp
@@ -27,7 +26,6 @@ _SPECIAL = (
     | llama_cpp.LLAMA_TOKEN_ATTR_UNKNOWN
 )
 _NAMES = {"temp": "temperature", "mirostat_mode": "mirostat"}  # those of `RANGES`
-_making = threading.Lock()  # a Llama on another one's weights
 
 
 def show_log() -> None:
@@ -177,24 +175,19 @@ class _Borrowed:
         pass
 
 
-@contextmanager
-def weights_of(other: llama_cpp.Llama | None) -> Iterator[None]:
-    """Give the `Llama` that this thread makes meanwhile the weights of another: it reads no file."""
-    if other is None:
-        yield
-        return
-    internals: Any = _internals  # where the base class looks for its model
-    load, thread = internals.LlamaModel, threading.get_ident()
-
-    def make(**options: Any) -> Any:
-        return _Borrowed(other._model) if threading.get_ident() == thread else load(**options)
-
-    with _making:
-        internals.LlamaModel = make
-        try:
-            yield
-        finally:
-            internals.LlamaModel = load
+def load(
+    llm: llama_cpp.Llama, path: str, options: Mapping[str, Any], weights: llama_cpp.Llama | None
+) -> None:
+    """Call the base class's `__init__`. With the `weights` of another `Llama` it reads no file: the function
+    runs with a global `internals` of its own, whose model is the other one's.
+    """
+    init: Any = llama_cpp.Llama.__init__
+    if weights is not None:
+        borrowed = {**vars(_internals), "LlamaModel": lambda **_: _Borrowed(weights._model)}
+        names = {**init.__globals__, "internals": SimpleNamespace(**borrowed)}
+        defaults, init = init.__kwdefaults__, FunctionType(init.__code__, names, argdefs=init.__defaults__)
+        init.__kwdefaults__ = defaults
+    init(llm, path, **options)
 
 
 def free_sampler(llm: llama_cpp.Llama) -> None:
