@@ -21,6 +21,7 @@ from mixedkv.config.cut_rule import CutRule
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.kv.checkpoint import Checkpoint, served
 from mixedkv.kv.rows import Validities
+from mixedkv.log_once import LogOnce
 from mixedkv.prefix.checkpoints import CheckpointLimits, thinned
 from mixedkv.prompts.overflow import DroppedTokens, LongPrompt
 from mixedkv.tokens import Tokens, common_prefix
@@ -177,7 +178,7 @@ class SequencePool:
         self._max_kept = max(1, n_seq // 2) if max_kept is None else max_kept
         self._clock = 0
         self.n_evicted = 0
-        self._warned = False
+        self._once = LogOnce(log)
 
     def held(self) -> list[Sequence]:
         """Return the sequences that have rows or are about to."""
@@ -554,13 +555,8 @@ class SequencePool:
             try:
                 self._memory.resume(point, n, source.id, target.id)
             except ValueError as error:
-                # a warning the first time only: in a small context each prompt may meet this
-                log.log(
-                    logging.DEBUG if self._warned else logging.WARNING,
-                    "a checkpoint cannot be used: %s",
-                    error,
-                )
-                self._warned = True
+                # once: in a small context each prompt may meet this
+                self._once.warning("a checkpoint cannot be used: %s", error, key="checkpoint")
                 source.checkpoints = [other for other in source.checkpoints if other is not point]
                 if source is target:
                     self.drop(source)

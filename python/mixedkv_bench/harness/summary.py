@@ -39,19 +39,25 @@ def ratio_interval(values: Sequence[float], of: Sequence[float], n: int = 10_000
     """Return the 95% bootstrap interval of the ratio of two means over the same cases, which are drawn
     together.
     """
-    random = np.random.default_rng(0)
-    drawn = random.integers(0, len(of), (n, len(of)))
-    ratios = np.asarray(values)[drawn].mean(axis=1) / np.asarray(of)[drawn].mean(axis=1)
-    low, high = np.percentile(ratios, (2.5, 97.5))
-    return float(low), float(high)
+    drawn = _drawn(len(of), n)
+    return _middle(np.asarray(values)[drawn].mean(axis=1) / np.asarray(of)[drawn].mean(axis=1))
 
 
 def bootstrap_interval(
     cases: Sequence[T], statistic: Callable[[Sequence[T]], float], n: int = 2000
 ) -> tuple[float, float]:
     """Return the 95% bootstrap interval of a statistic of cases, such as rounds."""
-    drawn = np.random.default_rng(0).integers(0, len(cases), (n, len(cases)))
-    low, high = np.percentile([statistic([cases[i] for i in each]) for each in drawn], (2.5, 97.5))
+    return _middle([statistic([cases[i] for i in each]) for each in _drawn(len(cases), n)])
+
+
+def _drawn(n_cases: int, n: int) -> npt.NDArray[np.int64]:
+    """Return `n` samples of all cases, with replacement, as their indices; the same ones each time."""
+    return np.random.default_rng(0).integers(0, n_cases, (n, n_cases))
+
+
+def _middle(values: Sequence[float] | npt.NDArray[np.float64]) -> tuple[float, float]:
+    """Return where the middle 95% of values begin and end."""
+    low, high = np.percentile(values, (2.5, 97.5))
     return float(low), float(high)
 
 

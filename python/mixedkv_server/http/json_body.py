@@ -18,6 +18,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.responses import Response
 
+from mixedkv.log_once import LogOnce
 from mixedkv.nearest_word import did_you_mean
 from mixedkv.work.fair_pool import FairPool
 from mixedkv_server.api_error import ApiError
@@ -228,7 +229,7 @@ class SaidOnce:
     """Writes a line about each name once, and about at most 200 of them."""
 
     def __init__(self) -> None:
-        self._said: set[tuple[str, str]] = set()
+        self._once = LogOnce(log, _MOST)
 
     def ignored_fields(self, path: str, names: Iterable[str]) -> None:
         """Log which fields of a body for `path` were ignored."""
@@ -247,7 +248,4 @@ class SaidOnce:
 
     def _new(self, about: str, names: Iterable[str]) -> list[str]:
         """Return the names that were not logged before, with odd ones replaced."""
-        new = [name for name in dict.fromkeys(map(_shown, names)) if (about, name) not in self._said]
-        new = new[: max(0, _MOST - len(self._said))]
-        self._said.update((about, name) for name in new)
-        return new
+        return [name for name in dict.fromkeys(map(_shown, names)) if self._once.is_new((about, name))]

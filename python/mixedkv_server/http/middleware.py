@@ -216,8 +216,12 @@ class BodyLimit:
         self._app, self._max_bytes = app, max_bytes
         self._read_seconds, self._seconds = read_seconds, seconds
         self._with_keys, self._count = WithKeys(keys), count
-        self._bodies = TenantBytes(_LARGEST_AT_A_TIME * max_bytes)
-        self._answers = TenantBytes(_LARGEST_AT_A_TIME * MAX_ANSWER_BYTES)
+        most = f"{_LARGEST_AT_A_TIME} times max_body_mb={max_bytes / 1e6:g}"
+        self._bodies = TenantBytes(_LARGEST_AT_A_TIME * max_bytes, partial(_too_many_bytes, "bodies", most))
+        most = f"{_LARGEST_AT_A_TIME} times {MAX_ANSWER_BYTES} bytes"
+        self._answers = TenantBytes(
+            _LARGEST_AT_A_TIME * MAX_ANSWER_BYTES, partial(_too_many_bytes, "answers", most)
+        )
         self._read_until: dict[str, float] = {}  # when each tenant's large bodies so far are paid for
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -365,12 +369,12 @@ class BodyLimit:
         if size > limit:
             raise self._too_large(limit)
         more = max(0, size - held.size)
-        if size > SMALL and not self._bodies.has_room(held.tenant, more):
+        try:
+            self._bodies.hold(held.tenant, more, total=size)
+        except ApiError:
             self._release(held)  # at once, so that a body in the same turn of the event loop has room
-            limit_of_all = f"{_LARGEST_AT_A_TIME} times max_body_mb={self._max_bytes / 1e6:g}"
-            raise _too_many_bytes("bodies", limit_of_all)
+            raise
         held.size += more
-        self._bodies.add(held.tenant, more)
 
     def _hold_answer(self, held: _Held, n: int) -> None:
         """Count the memory of an answer that may have `n` bytes, until the client has it.
@@ -378,10 +382,8 @@ class BodyLimit:
         Raises:
             ApiError: 429, the answers of this tenant may become too large.
         """
-        if n > SMALL and not self._answers.has_room(held.tenant, n):
-            raise _too_many_bytes("answers", f"{_LARGEST_AT_A_TIME} times {MAX_ANSWER_BYTES} bytes")
+        self._answers.hold(held.tenant, n)
         held.answer += n
-        self._answers.add(held.tenant, n)
 
     def _release(self, held: _Held) -> None:
         """Count the memory of a body and its answer as free."""

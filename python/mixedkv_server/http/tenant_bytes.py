@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 MAX_ANSWER_BYTES = 64_000_000  # of the answer to one request, as it may become
 SMALL = 1 << 16  # bytes that are always taken: as many as there are connections are no danger
@@ -14,10 +15,11 @@ class TenantBytes:
     Args:
         most: bytes that all may hold together. Beyond, a tenant may hold an equal share of them among the
             tenants that hold more than a little.
+        refusal: the error for a tenant that has no room for more.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, refusal: Callable[[], Exception]) -> None:
+        self._most, self._refusal = most, refusal
         self._held: Counter[str] = Counter()
 
     def has_room(self, tenant: str, more: int) -> bool:
@@ -27,8 +29,18 @@ class TenantBytes:
         left_of_share = self._most // (1 + n_others) - self._held[tenant]
         return more <= max(left_of_all, left_of_share)
 
+    def hold(self, tenant: str, more: int, *, total: int | None = None) -> None:
+        """Count more bytes of a request. While its `total`, these unless given, is small, they always fit.
+
+        Raises:
+            Exception: the refusal, as the tenant has no room.
+        """
+        if (more if total is None else total) > SMALL and not self.has_room(tenant, more):
+            raise self._refusal()
+        self.add(tenant, more)
+
     def add(self, tenant: str, n: int) -> None:
-        """Count bytes of a tenant: fewer than nothing when they are free again."""
+        """Count bytes of a tenant; a negative number where they are free again."""
         self._held[tenant] += n
         if not self._held[tenant]:
             del self._held[tenant]

@@ -15,7 +15,7 @@ from mixedkv.work.presence import presence
 from mixedkv_server.api.request_limits import answer_bytes
 from mixedkv_server.api_error import ApiError
 from mixedkv_server.http.middleware import HOLD_ANSWER, BodyLimit
-from mixedkv_server.http.tenant_bytes import MAX_ANSWER_BYTES, TenantBytes
+from mixedkv_server.http.tenant_bytes import MAX_ANSWER_BYTES, SMALL, TenantBytes
 from mixedkv_service.keys import Keys
 from support.servers.server import key_file
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.full
 
 @pytest.mark.core
 def test_a_tenant_has_an_equal_share_whatever_others_hold() -> None:
-    held = TenantBytes(8_000_000)
+    held = TenantBytes(8_000_000, RuntimeError)
     assert held.has_room("a", 8_000_000)
     held.add("a", 8_000_000)
     assert not held.has_room("a", 1)
@@ -36,7 +36,7 @@ def test_a_tenant_has_an_equal_share_whatever_others_hold() -> None:
 
 
 def test_what_was_added_and_taken_away_leaves_nothing() -> None:
-    rng, held, added = random.Random(7), TenantBytes(1_000_000), list[tuple[str, int]]()
+    rng, held, added = random.Random(7), TenantBytes(1_000_000, RuntimeError), list[tuple[str, int]]()
     for _ in range(1000):
         if added and rng.random() < 0.5:
             name, n = added.pop(rng.randrange(len(added)))
@@ -47,6 +47,18 @@ def test_what_was_added_and_taken_away_leaves_nothing() -> None:
     for name, n in added:
         held.add(name, -n)
     assert not held._held
+
+
+def test_a_request_without_room_is_refused_unless_it_is_small() -> None:
+    held = TenantBytes(200_000, lambda: RuntimeError("full"))
+    held.hold("a", 200_000)
+    with pytest.raises(RuntimeError, match="full"):
+        held.hold("a", SMALL + 1)
+    held.hold("a", SMALL)
+    held.hold("a", 10, total=SMALL)
+    with pytest.raises(RuntimeError, match="full"):
+        held.hold("a", 10, total=SMALL + 1)
+    assert held._held["a"] == 200_000 + SMALL + 10
 
 
 def test_logprobs_are_counted_before_they_are_made() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
@@ -145,6 +146,24 @@ def test_entries_of_many_pieces(
         blocks = other.read(match)
         assert blocks is not None
         assert all(same(a, make_block(TOKENS[a.p0 : a.p1], a.p0)) for a in blocks)
+
+
+def test_a_folder_that_cannot_be_written_is_a_miss_and_said_once(
+    remote: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(*_: object) -> bool:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    write(remote())
+    monkeypatch.setattr(tier.RemoteTier, "_take_over", refuse)
+    with open_store(remote(), tmp_path) as other:
+        for _ in range(2):
+            assert other.find(WHO, TOKENS) is None
+    said = [each for each in caplog.records if "cannot be written here" in each.getMessage()]
+    assert [each.levelname for each in said if each.levelno > logging.DEBUG] == ["WARNING"]
 
 
 @pytest.mark.needs("redis")

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from mixedkv.log_once import LogOnce
 from mixedkv.store import coverage
 from mixedkv.store.encryption import Cipher
 from mixedkv.store.entries import TooLargeError
@@ -233,7 +234,7 @@ class RemoteTier:
         self._askers = ThreadPoolExecutor(_ASKERS, "mixedkv-remote")
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._told: set[str] = set()
+        self._once = LogOnce(_LOG)
         self._news = threading.Condition()  # reentrant
         self._waiting: deque[_Send | list[bytes]] = deque()  # entries to send, and contents to remove
         self._closing = threading.Event()
@@ -243,7 +244,7 @@ class RemoteTier:
             self._breaker.failed(FAILURES)
             _LOG.warning("%s does not answer: the store goes without it until it does: %s", self, error)
         except RefusedError as error:
-            self._warn_once(f"{self} takes nothing: {error}")
+            self._once.warning(f"{self} takes nothing: {error}")
         except ValueError:
             self._shut()
             raise
@@ -308,7 +309,7 @@ class RemoteTier:
             self._failed(error)
             return False
         except OSError as error:  # of the folder
-            self._warn_once(
+            self._once.warning(
                 f"what {self} has cannot be written here: {error.strerror or type(error).__name__}"
             )
             self._answered()
@@ -336,7 +337,8 @@ class RemoteTier:
             if error.reason not in ("key", "version"):
                 self.remove([manifest.row.content])
         except (ParentGoneError, TooLargeError) as error:
-            self._warn_once(f"entries of {self} are not taken over for want of room ({type(error).__name__})")
+            text = f"entries of {self} are not taken over for want of room ({type(error).__name__})"
+            self._once.warning(text)
         except ValueError as error:  # a right that was taken away meanwhile
             raise RemoteError(str(error)) from None
         return found
@@ -380,7 +382,7 @@ class RemoteTier:
                 self._news.notify()
         if full:
             self._count("dropped")
-            self._warn_once(f"{self} takes less than is stored: entries are not sent")
+            self._once.warning(f"{self} takes less than is stored: entries are not sent")
 
     def remove(self, contents: Iterable[bytes]) -> None:
         """Remove entries there, by their content hashes, before others are sent."""
@@ -422,7 +424,7 @@ class RemoteTier:
         except RefusedError as error:
             if isinstance(change, _Send):
                 self._count("refused")
-            self._warn_once(f"{self} takes no more: {error}; what is refused is not sent again")
+            self._once.warning(f"{self} takes no more: {error}; what is refused is not sent again")
         except EntryError as error:
             _LOG.info("an entry is not sent to %s: %s", self, error)  # evicted meanwhile
         except RemoteError:
@@ -523,14 +525,6 @@ class RemoteTier:
     def _count(self, name: str, n: int = 1) -> None:
         with self._lock:
             self._counts[name] += n
-
-    def _warn_once(self, message: str) -> None:
-        """Log a message, each one once."""
-        with self._lock:
-            new = message not in self._told
-            self._told.add(message)
-        if new:
-            _LOG.warning("%s", message)
 
     def _shut(self) -> None:
         self._backend.close()

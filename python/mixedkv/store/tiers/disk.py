@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.backoff import Backoff
+from mixedkv.log_once import LogOnce
 from mixedkv.store.entry_row import EntryError
 
 try:
@@ -283,7 +284,7 @@ class FullDisk:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._told = False
+        self._once = LogOnce(_LOG)
         self._backoff = Backoff(_FIRST_SECONDS, _LONGEST_SECONDS, clock)
 
     def store(self, publish: Callable[[], None], make_room: Callable[[int], bool], size: int) -> None:
@@ -320,9 +321,9 @@ class FullDisk:
             raise OSError(errno.ENOSPC, f"the disk is full: nothing is stored for {left:.0f} seconds")
 
     def warn_once(self) -> None:
-        if not self._told:
-            self._told = True
-            _LOG.warning("the disk is full before the store is: entries are evicted for new ones")
+        """Log that the disk is full, once until it has room again."""
+        text = "the disk is full before the store is: entries are evicted for new ones"
+        self._once.warning(text, key="full")
 
     def failed(self) -> None:
         """Note that there was no room even after evictions, and wait longer each time."""
@@ -332,5 +333,5 @@ class FullDisk:
     def succeeded(self) -> None:
         if self._backoff.seconds:
             _LOG.info("the disk has room again: entries are stored")
-            self._told = False
+            self._once.forget("full")
         self._backoff.succeeded()
