@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -16,7 +17,10 @@ HIDING = [sys.executable, "-m", "pytest", "-p", "support.core_alone", "-q", "-p"
 
 
 def run(*arguments: str) -> str:
-    done = subprocess.run([*HIDING, *arguments], cwd=TESTS, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        [*HIDING, *arguments], cwd=TESTS, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     return done.stdout
 
