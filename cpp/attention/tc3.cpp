@@ -80,7 +80,7 @@ struct search {
         return res;
     }
 
-    // Indices of levels, and the path
+    // Returns the bits of the lane's cheapest path, found backwards; index gets the level of each element
     uint32_t trace(const float * x, float inverse, int lane, uint8_t * index) const {
         uint32_t path = 0;
         int      s    = best(lane);

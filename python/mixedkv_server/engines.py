@@ -55,8 +55,8 @@ _HAS_LEASES = hasattr(fcntl, "F_SETLEASE")  # Linux
 
 
 def ignore_signal() -> None:
-    """Ignore the signal about a program that waits for a file, as files are polled instead. Call it on the
-    main thread; files can then be watched from any thread.
+    """Ignore SIGIO, by which the kernel says that a program waits for a file on which we have a lease: leases
+    are polled instead. Call it on the main thread; files can then be watched from any thread.
     """
     if _HAS_LEASES and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGIO, signal.SIG_IGN)

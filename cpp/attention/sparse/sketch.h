@@ -30,7 +30,7 @@ struct sketch_query {
     float bias[4];
     int32_t (*ints)[4][4]; // [groups][s][row], four elements each
 
-    // Rows of d elements, `ld` floats apart
+    // Quantises four rows of Q to 8 bits with a scale of their own. Rows have d elements and are `ld` floats apart
     void pack(const float * q, int64_t ld, int d) {
         for (int r = 0; r < 4; r++, q += ld) {
             float largest = 0.0f;

@@ -74,6 +74,7 @@ class ChatHistory:
         return self._cipher.unseal_alone(data, _context(i))
 
     def _line(self, i: int, message: dict[str, Any]) -> str:
+        """Return a line of the chat's file: message `i` as JSON, encrypted if there is a key."""
         text = json.dumps(message)
         if self._cipher.key_id:
             sealed = self._cipher.seal_alone(text.encode(), _context(i))

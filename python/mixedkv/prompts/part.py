@@ -117,10 +117,11 @@ _G = TypeVar("_G", bound=GivenPart)
 
 
 def place(parts: Sequence[_G], prompt: Tokens) -> dict[int, _G]:
-    """Return where given parts begin in a prompt, in order.
+    """Return the parts of a prompt by the position where each begins. Their ids are below zero.
 
     Raises:
-        ValueError: there are ids in it of none, or it ends with one, so that no token says what comes next.
+        ValueError: the prompt has ids of a part that is not among those given, or it ends with a part: an
+            answer begins from the logits of a token.
     """
     known = {int(part.ids[0]): part for part in parts}
     placed, end = {}, 0

@@ -153,7 +153,9 @@ class CaseMaker:
         return self._texts[workload]
 
     def _few_shot(self, random: Random, world: World) -> Case:
-        """Return the questions with their answers, each after a short journal that tells them."""
+        """Return a case of examples: short texts, each with a question and its answer. The earlier prompt has
+        the same ones in another order.
+        """
         shots: list[str] = []
         facts: list[Fact] = []
         while sum(len(self._encode(shot)) for shot in shots) < self._n_prompt - 80:

@@ -81,6 +81,7 @@ class Local:
         self._seqs = np.arange(work.sequences)
 
     def measure(self) -> tuple[float, float]:
+        """Return the seconds that a prompt took, and that generating took, both at the same depth."""
         self._fill.restore()
         start = self._clock()
         for i in range(0, len(self._prompt), MICRO_BATCH):

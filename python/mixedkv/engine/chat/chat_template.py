@@ -98,8 +98,8 @@ class Chat:
 
     @property
     def begun(self) -> Chat:
-        """The chat without a beginning of the answer that says nothing: with it the template would leave out
-        who speaks.
+        """The chat to render. An answer that is to be continued but has no text yet is left out: with it the
+        template would not write the assistant's header.
         """
         said = self.messages[-1] if self.options.continues and self.messages else None
         if said is None or any(said.get(name) for name in ("content", "reasoning_content", "tool_calls")):

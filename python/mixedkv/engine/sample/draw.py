@@ -106,7 +106,7 @@ def _sorted(x: Floats, places: Places) -> Places:
 def _largest(x: Floats, k: int) -> Places:
     """Return the places of the `k` largest, the largest first."""
     n = len(x) // _BLOCK
-    if n > k:  # as many blocks have a largest one that is at least this
+    if n > k:  # the k-th largest maximum of a block: `k` elements at least are as large
         least = np.partition(x[: n * _BLOCK].reshape(n, _BLOCK).max(1), n - k)[n - k]
         places = np.flatnonzero(x >= least)
     else:
