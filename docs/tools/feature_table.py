@@ -43,7 +43,7 @@ ELSEWHERE: dict[str, str] = {
     "Chats that slide, stored and found again": "engine/test_overflow.py",
     "Checkpoints of hybrid models and sliding windows, in an engine": "engine/test_engine_checkpoints.py",
     "Embeddings beside answers": "server/test_server_embeddings.py",
-    "Split models: sessions, restarts, several clients": "split/test_split_kept.py",
+    "Split models: sessions, restarts, several clients": "split/test_split_sessions_on_disk.py",
     "LoRA adapters as models of a server": "server/test_server_models.py",
     "Several models, each a process that starts on demand and leaves unused": "server/test_server_router.py",
     "Every operation on a cache with every other, and with faults": "kv/test_crossing.py",

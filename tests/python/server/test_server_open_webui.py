@@ -1,4 +1,4 @@
-"""What Open WebUI sends, as its source has it. Its chats: test_server_half_hours.py."""
+"""What Open WebUI sends, as its source has it. Its chats: test_sessions_of_agents.py."""
 
 from __future__ import annotations
 

@@ -241,7 +241,7 @@ def test_a_billing_header_that_changes_does_not_spoil_the_prefix(server: Server)
     assert usage["input_tokens"] <= 1
 
 
-OTHERS = {"continue": CONTINUE, "zed": ZED, "n8n": N8N}  # more of them: test_server_half_hours.py
+OTHERS = {"continue": CONTINUE, "zed": ZED, "n8n": N8N}  # more of them: test_sessions_of_agents.py
 
 
 @pytest.mark.parametrize("body", OTHERS.values(), ids=OTHERS)
