@@ -7,6 +7,7 @@ from __future__ import annotations
 import shutil
 import signal
 import threading
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -130,19 +131,21 @@ def test_a_read_error_between_other_rows_leaves_them(kv: str, copy: Path, tokens
 def test_ctrl_c_leaves_what_was_there(kv: str, tokens: list[int]) -> None:
     many = (tokens[60:] * 9)[:1800]
     with _open(kv=kv, stream_layers=N_LAYER, n_ctx=4096, n_batch=2048, n_ubatch=2048) as llm:
+        began = time.monotonic()
         llm.eval(tokens[:60])
         llm.eval(many)
+        took = time.monotonic() - began
         expected = last_logits(llm)
-        assert any(_interrupted(llm, tokens[:60], many) for _ in range(100))
+        assert any(_interrupted(llm, tokens[:60], many, took * i / 100) for i in range(20, 200))
         assert (llm.n_tokens, llm.kv.exact_tokens, llm.kv.positions(0)) == (60, 60, (0, 59))
         llm.eval(many)
         assert llm.kv.exact_tokens == 1860
         assert np.array_equal(last_logits(llm), expected)
 
 
-def _interrupted(llm: Llama, first: list[int], then: list[int]) -> bool:
-    """False: the signal came outside the second pass, or where Python itself sees it."""
-    timer = threading.Timer(0.02, signal.raise_signal, [signal.SIGINT])
+def _interrupted(llm: Llama, first: list[int], then: list[int], seconds: float) -> bool:
+    """Interrupt after `seconds`. False: the signal came outside the second pass, or where Python itself sees it."""
+    timer = threading.Timer(seconds, signal.raise_signal, [signal.SIGINT])
     try:
         timer.start()
         while True:
