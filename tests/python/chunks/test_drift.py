@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.chunks.donors import DonorIndex
-from mixedkv.chunks.drift import DamagedRowsError, Drift, _with_rows, corrected_layers
+from mixedkv.chunks.drift import DamagedRowsError, Drift, _Places, _with_rows, corrected_layers, slices
 from mixedkv.engine import PromptCache
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import KVStore
@@ -198,3 +199,29 @@ def test_sound_reuse_on_a_real_model_trips_no_gate(real_model: Path, kind: str) 
             klds.append(deviation.kld)
         assert cache.stats()["chunks"]["off"] == ""
         assert np.median(klds) < 0.125  # half of what closes the gate
+
+
+@pytest.mark.parametrize(
+    ("n", "edges"),
+    [
+        (1, [0, 1]),
+        (384, [0, 384]),  # a rest of less than half a part is of the part before it
+        (385, [0, 256, 385]),
+        (1024, [0, 256, 1024]),
+        (1025, [0, 256, 768, 1025]),
+        (2000, [0, 256, 768, 1280, 2000]),
+    ],
+)
+def test_a_passage_is_corrected_in_parts_that_grow(n: int, edges: list[int]) -> None:
+    assert slices(n) == list(pairwise(edges))
+
+
+def test_changes_of_near_rows_and_of_rows_that_are_alike_go_together() -> None:
+    at = np.array([0, 8, 64, 512])
+    places = _Places(at, at[:1])
+    near = [np.mean([np.exp(-d / reach) for reach in (8, 64, 512)]) for d in at]
+    assert places.near[:, 0] == pytest.approx(near)
+    far = np.exp(-at / 512)
+    for cosine, share in ((1.0, 1.0), (0.5, 0.5), (-1.0, 0.0)):  # rows that are opposite share nothing
+        found = places.covariance(np.full((4, 1), cosine, np.float32))[:, 0]
+        assert found == pytest.approx(near + share * far)

@@ -324,3 +324,17 @@ def test_warm_documents() -> None:
         with pytest.raises(ValueError, match="empty"):
             cache.warm([])
     assert isinstance(cache.engine, Engine)
+
+
+def test_what_is_evaluated_for_others_has_exact_rows(direct: Direct) -> None:
+    """A prompt that is warmed is stored, and who takes it may want exact rows; a count is nobody else's."""
+    for seed, is_stored in ((21, True), (22, False)):
+        case = make(direct, seed)
+        store(direct, case)
+        job, events = direct.job(case.prompt.tolist(), 0)
+        job.is_stored = is_stored
+        direct.engine.submit_jobs([job])
+        end_of(events)
+        assert (job.n_approximate == 0) == is_stored
+    answered, _ = ask(direct, make(direct, 22))
+    assert answered.n_approximate > 0

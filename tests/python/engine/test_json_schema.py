@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mixedkv.constrain.constraint import ConstraintCompiler
 from mixedkv.constrain.constraint_text import Constraint
-from mixedkv.constrain.json_schema import closed_schema
+from mixedkv.constrain.json_schema import _types, closed_schema
 from mixedkv.errors import DeadEndError
 from support.engine.constraints import BYTEWISE, follow, random_answer
 
@@ -191,3 +191,23 @@ def test_members_are_counted_before_they_are_compared() -> None:
         ValueError, match="its allOf, anyOf and oneOf have 5000 members, at most 4096 are taken"
     ):
         closed_schema({"anyOf": [{"oneOf": [{}] * 4999}]})
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        (True, set()),
+        ({}, set()),
+        ({"enum": 5}, set()),
+        ({"const": None}, {"null"}),
+        ({"const": 5, "type": "string"}, {"number"}),  # the value says it
+        ({"const": 5, "enum": ["a"]}, {"number"}),
+        ({"enum": [True, 1.5, "a"]}, {"boolean", "number", "string"}),
+        ({"enum": 5, "type": "array"}, {"array"}),
+        ({"type": "object"}, {"object"}),
+        ({"type": "integer"}, {"number"}),
+        ({"type": ["integer", "number", "null"]}, {"number", "null"}),
+    ],
+)
+def test_the_types_that_a_schema_allows(schema: Any, types: set[str]) -> None:
+    assert _types(schema) == types

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mixedkv.bundled import model_path
+from mixedkv.cli.model import sampling_options
 from mixedkv.engine.sample.sampling import Sampling
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.sampling_defaults import sampling_defaults
@@ -104,3 +106,14 @@ def test_run_asks_unless_it_is_raw() -> None:
     with running("--n-ctx", "512") as server:
         assert asked == server.post("/v1/chat/completions", body)["choices"][0]["message"]["content"] + "\n"
     assert asked != raw
+
+
+def test_an_option_of_the_command_line_comes_before_the_files_recommendation(tmp_path: Path) -> None:
+    """Zero is an option too. What neither says is left to llama.cpp."""
+    path = recommending(tmp_path / "m.gguf", temp=0.5, top_k=7)
+    unsaid = dict.fromkeys(("top_k", "top_p", "min_p", "repeat_penalty", "seed", "temp"))
+    said = {"top_k": 0, "temp": 0.0, "top_p": 0.9, "seed": 0}
+    of_file = {"temperature": 0.5, "top_k": 7, "top_p": 0.95, "min_p": 0.05}
+    assert sampling_options(Namespace(**unsaid), path) == of_file
+    options = {"temperature": 0.0, "top_k": 0, "top_p": 0.9, "min_p": 0.05, "seed": 0}
+    assert sampling_options(Namespace(**{**unsaid, **said}), path) == options

@@ -13,6 +13,7 @@ import pytest
 from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.errors import InvalidModelFileError
+from mixedkv.model import fingerprint as fingerprint_module
 from mixedkv.model.fingerprint import fingerprint
 from mixedkv.model.gguf_copy import write_and_close
 from mixedkv.model.gguf_file import file_stamp
@@ -24,6 +25,7 @@ from support.models.adapters import write_adapter
 pytestmark = pytest.mark.core
 
 N_TENSORS = 6
+GOLDEN = (5**0.5 - 1) / 2  # multiples of it, modulo 1, lie far from each other
 
 
 def write_large(path: Path, *, seed: int = 0, changed: int = -1, key: str = "") -> Path:
@@ -269,3 +271,34 @@ def test_a_part_of_a_split_model_replaced_while_it_is_loaded(tmp_path: Path) -> 
     with pytest.raises(ValueError, match="was replaced after it was loaded"):
         _check_files(loaded)  # type: ignore[arg-type]
     _check_files(Loaded())  # type: ignore[arg-type]
+
+
+def test_what_is_hashed_of_a_large_file_lies_within_each_tensor_and_at_another_place_in_each(
+    tmp_path: Path,
+) -> None:
+    path = write_large(tmp_path / "a.gguf")
+    tensors = sorted(
+        (tensor.data_offset, tensor.data_offset + tensor.n_bytes) for tensor in gguf.GGUFReader(path).tensors
+    )
+    with path.open("rb") as file:
+        (start, header), *samples = fingerprint_module._samples(path, file)
+    assert start == 0
+    assert tensors[0][0] - 32 < header <= tensors[0][0]  # all before the padding of the first tensor
+    assert [size for _, size in samples] == [4096] * N_TENSORS
+    places = []
+    for (begin, end), (offset, size) in zip(tensors, samples, strict=True):
+        assert begin <= offset <= end - size
+        places.append((offset - begin) / (end - begin - size))
+    assert places == pytest.approx([i * GOLDEN % 1 for i in range(N_TENSORS)], abs=1e-6)
+
+
+def test_a_tensor_smaller_than_a_sample_is_hashed_whole(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    for i, n in enumerate((8, 1024, 1032)):  # 32, 4096 and 4128 bytes
+        writer.add_tensor(f"tensor.{i}", np.full(n, i, np.float32))
+    write_and_close(writer)
+    begins = [tensor.data_offset for tensor in gguf.GGUFReader(path).tensors]
+    with path.open("rb") as file:
+        _, *samples = fingerprint_module._samples(path, file)
+    assert samples == [(begins[0], 32), (begins[1], 4096), (begins[2] + int(32 * (2 * GOLDEN % 1)), 4096)]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from mixedkv.errors import UnsupportedModelError
 from mixedkv.model.gguf_file import ModelFile, TensorFacts, read_model_file
 from mixedkv.native.memory import memory_room, own_memory
 from mixedkv.sizes import parse_size
@@ -105,3 +107,79 @@ def test_a_system_that_does_not_say_what_is_left(tmp_path: Path, monkeypatch: py
     with pytest.raises(ValueError, match="memory is missing"):
         streaming._room(None)
     assert streaming._room("100GiB") > 99 << 30
+
+
+@pytest.mark.parametrize(
+    ("n", "streamed"),
+    [
+        (1, [6]),
+        (2, [3, 8]),
+        (3, [2, 6, 9]),
+        (10, list(range(1, 11))),
+        (11, list(range(1, 12))),
+        (12, list(range(12))),
+    ],
+)
+def test_the_last_layer_goes_before_the_first_and_both_after_the_others(n: int, streamed: list[int]) -> None:
+    assert choose_layers(SIZES, n, ALL) == streamed
+
+
+def test_a_model_of_two_layers_has_no_layers_between() -> None:
+    two = LayerSizes((100, 100), 50, frozenset({"attn_q"}))
+    assert [choose_layers(two, n, 1000) for n in range(3)] == [[], [1], [0, 1]]
+
+
+def test_as_many_may_be_kept_as_there_are() -> None:
+    assert choose_layers(SIZES, {"keep_first": 6, "keep_last": 6}, ALL) == []
+    assert choose_layers(SIZES, {"keep_first": 0, "keep_last": 0}, ALL) == list(range(12))
+    assert choose_layers(SIZES, {}, ALL) == list(range(12))
+    for asked in ({"keep_first": 7, "keep_last": 6}, {"keep_last": -1}, {"keep_first": "1"}):
+        with pytest.raises(ValueError, match="with as many at most"):
+            choose_layers(SIZES, asked, ALL)  # type: ignore[arg-type]
+
+
+def test_the_ring_has_three_of_the_largest_layers_that_are_read() -> None:
+    sizes = LayerSizes((10, 400, 30, 20, 50), 7, frozenset({"attn_q"}))
+    assert [sizes.in_memory(read) for read in ([], [2], [2, 3], [0, 2, 3, 4])] == [
+        517,  # nothing is read
+        517,  # a ring of one layer has as much as the layer
+        7 + 460 + 2 * 30,
+        7 + 400 + 3 * 50,
+    ]
+
+
+def test_what_fits_exactly_fits() -> None:
+    needed = SIZES.in_memory([2, 4, 6, 8, 10])
+    assert choose_layers(SIZES, 5, needed) == [2, 4, 6, 8, 10]
+    with pytest.raises(ValueError, match="there is room for 999 B"):
+        choose_layers(SIZES, 5, needed - 51)
+    with pytest.raises(ValueError, match="there is room for 0 B"):
+        choose_layers(SIZES, 5, -1)
+
+
+def test_the_pattern_has_the_matrices_of_the_streamed_layers_alone() -> None:
+    sizes = LayerSizes((1,) * 12, 0, frozenset({"attn_q", "ffn_up"}))
+    pattern = re.compile(sizes.pattern([1, 11]))
+    found = [
+        name
+        for il in (0, 1, 11, 12)
+        for name in (f"blk.{il}.attn_q.weight", f"blk.{il}.ffn_up.weight", f"blk.{il}.attn_qq.weight")
+        if pattern.match(name)
+    ]
+    assert found == [f"blk.{il}.{name}.weight" for il in (1, 11) for name in ("attn_q", "ffn_up")]
+
+
+def test_layers_that_are_not_loaded_and_vectors_are_not_streamed() -> None:
+    tensors = (
+        TensorFacts("blk.0.attn_q.weight", (5, 2), 24, 10, 0),
+        TensorFacts("blk.0.attn_q.bias", (5, 2), 24, 20, 64),
+        TensorFacts("blk.0.attn_norm.weight", (5,), 24, 40, 128),
+        TensorFacts("blk.1.attn_q.weight", (5, 2), 24, 80, 192),  # an MTP layer behind the model's
+    )
+    about = {"general.architecture": "x", "x.block_count": 2, "x.nextn_predict_layers": 1}
+    sizes = LayerSizes.of(ModelFile(Path("mtp.gguf"), about, 1, 100, tensors))
+    assert (sizes.layers, sizes.rest, sizes.matrices) == ((10,), 60, {"attn_q"})
+    with pytest.raises(UnsupportedModelError, match=r"no layers with matrices ffn_\* to stream"):
+        LayerSizes.of(ModelFile(Path("mtp.gguf"), about, 1, 100, tensors), "ffn_")
+    with pytest.raises(UnsupportedModelError, match="no layers to stream"):
+        LayerSizes.of(ModelFile(Path("none.gguf"), about, 1, 100, ()))

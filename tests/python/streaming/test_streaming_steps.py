@@ -144,7 +144,7 @@ def test_ctrl_c_leaves_what_was_there(kv: str, tokens: list[int]) -> None:
 
 
 def _interrupted(llm: Llama, first: list[int], then: list[int], seconds: float) -> bool:
-    """Interrupt after `seconds`. False: the signal came outside the second pass, or where Python itself sees it."""
+    """Interrupt after `seconds`. False: the signal came outside the second pass, or where Python sees it."""
     timer = threading.Timer(seconds, signal.raise_signal, [signal.SIGINT])
     try:
         timer.start()
