@@ -12,7 +12,7 @@ from mixedkv.model.gguf_file import ModelFile, TensorFacts, read_model_file
 from mixedkv.native.memory import memory_room, own_memory
 from mixedkv.sizes import parse_size
 from mixedkv.streaming import streaming
-from mixedkv.streaming.layer_choice import LayerSizes, choose_layers, parse_layers
+from mixedkv.streaming.layer_choice import LayerSizes, choose_layers, no_room, parse_layers
 from support.models.random_model import RandomModel
 
 pytestmark = pytest.mark.full
@@ -183,3 +183,9 @@ def test_layers_that_are_not_loaded_and_vectors_are_not_streamed() -> None:
         LayerSizes.of(ModelFile(Path("mtp.gguf"), about, 1, 100, tensors), "ffn_")
     with pytest.raises(UnsupportedModelError, match="no layers to stream"):
         LayerSizes.of(ModelFile(Path("none.gguf"), about, 1, 100, ()))
+
+
+def test_what_is_needed_is_rounded_up_and_what_there_is_is_not() -> None:
+    """Whoever gives as much as the error says has enough."""
+    n = (1 << 30) + (5 << 20)
+    assert no_room("the weights", n, n).startswith("the weights are 1.1 GiB; there is room for 1.0 GiB: ")
