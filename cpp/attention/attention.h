@@ -153,8 +153,8 @@ struct attention_args {
     float         logit_softcap  = 0.0f;
     const float * sinks          = nullptr; // [n_head]
 
-    // Bits that Q and the weights are rounded to where rows of integers are multiplied, 16 or 8. avx512 and amx obey 8,
-    // avx2 and avxvnni where the integers are those of q4_0
+    // Bits that Q and the weights are rounded to where rows of integers are multiplied, 16 or 8. avx512, amx, dotprod
+    // and i8mm obey 8, avx2 and avxvnni where the integers are those of q4_0
     int rounding = 16;
 
     attention_pages         pages;

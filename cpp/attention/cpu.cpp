@@ -11,6 +11,12 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+#if defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 namespace mixedkv {
 
@@ -93,9 +99,38 @@ bool cpu_has_amx() {
 }
 #endif
 
+#if defined(__aarch64__) && defined(__APPLE__)
+static bool has_feature(const char * name) {
+    int    value = 0;
+    size_t size  = sizeof(value);
+    return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+#endif
+
 bool cpu_has_neon() {
 #ifdef __aarch64__
     return true; // part of the baseline
+#else
+    return false;
+#endif
+}
+
+// Linux says in the auxiliary vector what the kernel and the processor have, macOS by name.
+bool cpu_has_dotprod() {
+#if defined(__aarch64__) && defined(__linux__)
+    return getauxval(AT_HWCAP) >> 20 & 1; // HWCAP_ASIMDDP
+#elif defined(__aarch64__) && defined(__APPLE__)
+    return has_feature("hw.optional.arm.FEAT_DotProd");
+#else
+    return false;
+#endif
+}
+
+bool cpu_has_i8mm() {
+#if defined(__aarch64__) && defined(__linux__)
+    return cpu_has_dotprod() && (getauxval(AT_HWCAP2) >> 13 & 1); // HWCAP2_I8MM
+#elif defined(__aarch64__) && defined(__APPLE__)
+    return cpu_has_dotprod() && has_feature("hw.optional.arm.FEAT_I8MM");
 #else
     return false;
 #endif

@@ -123,6 +123,8 @@ bool cpu_has_avxvnni();
 bool cpu_has_avx512(); // with F, VL, BW, DQ, VBMI and VNNI
 bool cpu_has_amx();    // with tiles of BF16 and of bytes, and AVX512_BF16; asks Linux for the permission
 bool cpu_has_neon();
+bool cpu_has_dotprod();
+bool cpu_has_i8mm(); // with dotprod
 
 // Those that the compiler has instructions for are there; CMakeLists.txt has them in order.
 const attention_kernels * attention_scalar();
@@ -131,6 +133,8 @@ const attention_kernels * attention_avxvnni();
 const attention_kernels * attention_avx512();
 const attention_kernels * attention_amx();
 const attention_kernels * attention_neon();
+const attention_kernels * attention_dotprod();
+const attention_kernels * attention_i8mm();
 
 namespace {
 

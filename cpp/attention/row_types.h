@@ -16,8 +16,8 @@ struct type_constant {
     static constexpr row_type value = type;
 };
 
-// The integers of tc3 as nibbles and those of q5_0 as bytes, which x86 bodies make of rows before they multiply
-// (x86/unpack_rows.h), without scales. No segment has them.
+// The integers of tc3 as nibbles and those of q5_0 as bytes, which bodies make of rows before they multiply
+// (unpack_rows.h of x86/ and arm/), without scales. No segment has them.
 constexpr row_type unpacked_tc3  = row_type(int(row_type::other) + 1);
 constexpr row_type unpacked_q5_0 = row_type(int(row_type::other) + 2);
 

@@ -26,12 +26,21 @@ struct neon : plain_blocks {
         std::memcpy(&h, p, 8);
         return vcvt_f32_f16(vreinterpret_f16_u16(h));
     }
-    static V     add(V a, V b) { return vaddq_f32(a, b); }
-    static V     sub(V a, V b) { return vsubq_f32(a, b); }
-    static V     mul(V a, V b) { return vmulq_f32(a, b); }
-    static V     div(V a, V b) { return vdivq_f32(a, b); }
-    static V     fma(V a, V b, V c) { return vfmaq_f32(c, a, b); }
-    static V     max(V a, V b) { return vmaxq_f32(a, b); }
+    static V add(V a, V b) { return vaddq_f32(a, b); }
+    static V sub(V a, V b) { return vsubq_f32(a, b); }
+    static V mul(V a, V b) { return vmulq_f32(a, b); }
+    static V div(V a, V b) { return vdivq_f32(a, b); }
+    static V fma(V a, V b, V c) { return vfmaq_f32(c, a, b); }
+    static V max(V a, V b) { return vmaxq_f32(a, b); }
+    static V abs(V a) { return vabsq_f32(a); }
+    static V where(uint32_t bits, V a) { // zero elsewhere
+        const uint32_t each[4] = { 1, 2, 4, 8 };
+        return vreinterpretq_f32_u32(
+            vandq_u32(vtstq_u32(vdupq_n_u32(bits), vld1q_u32(each)), vreinterpretq_u32_f32(a)));
+    }
+    static int16x8_t to_int16(V a, V b) { // in order
+        return vqmovn_high_s32(vqmovn_s32(vcvtnq_s32_f32(a)), vcvtnq_s32_f32(b));
+    }
     static float sum(V v) { return vaddvq_f32(v); }
     // The sums of 4 vectors
     static void  sums(const V * v, float * out) {

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "amx_tiles.h"
-#include "integer_prefill.h"
+#include "attention/integers/integer_prefill.h"
 #include "vnni_bytes.h"
 
 namespace mixedkv {

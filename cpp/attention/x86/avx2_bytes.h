@@ -12,10 +12,11 @@
 namespace mixedkv {
 namespace {
 
-struct avx2_bytes : avx2_keys<avx2_bytes> {
+struct avx2_bytes : key_columns<avx2, avx2_bytes> {
     using decode = avx2_bytes;
 
-    static constexpr bool in_bytes = true;
+    static constexpr bool in_bytes      = true;
+    static constexpr int  keys_together = 4;
 
     // Other types of integers are longer, and no faster in bytes than in 16 bits.
     static bool fits(const attention_args & a) {

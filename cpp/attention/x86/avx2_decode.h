@@ -8,8 +8,8 @@
 
 #pragma once
 
+#include "attention/integers/integer_decode.h"
 #include "attention/simd/vector_avx2.h"
-#include "integer_decode.h"
 
 namespace mixedkv {
 namespace {
@@ -17,8 +17,9 @@ namespace {
 struct avx2_integers {
     using L = avx2;
 
-    using value_scales             = key_scales;
-    static constexpr bool in_bytes = false;
+    using value_scales                  = key_scales;
+    static constexpr bool in_bytes      = false;
+    static constexpr int  keys_together = 2;
 
     // Four rows of Q, one block of 32 elements: pairs 4 i, 4 i + 2 and 4 i + 1, 4 i + 3 for i = 0..7
     struct quad {
@@ -48,6 +49,9 @@ struct avx2_integers {
         return ints8(_mm256_add_epi32(__m256i(a), _mm256_madd_epi16(x, y)));
 #endif
     }
+
+    // 64 weights, as weight_unit::apply leaves them
+    static void keep_weights(const __m256i * packed, int32_t (&to)[32]) { std::memcpy(to, packed, sizeof(to)); }
 
     static int32_t sum(__m256i v) {
         __m128i x = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));

@@ -2,60 +2,19 @@
 
 #pragma once
 
+#include "attention/integers/integer_prefill.h"
+#include "attention/integers/key_columns.h"
 #include "avx2_decode.h"
-#include "integer_prefill.h"
 
 namespace mixedkv {
 namespace {
 
-// Keys of a panel, in the bytes or 16 bits that Body has
-template <class Body>
-struct avx2_keys {
-    using L = avx2;
-
-    static constexpr int  most_rows = 4;
-    static constexpr bool pads_rows = false;
-
-    static void pack_rows(const attention_args & a, const item_memory & m, int first) {
-        integer_decode<Body>::pack_quad(a, m, first);
-    }
-
-    // [group of 16 keys, block]
-    template <row_type type>
-    static void unpack_keys(const char * p, int64_t row, int n_blocks, int b, int group, float * panel) {
-        auto * to = reinterpret_cast<typename Body::columns_of_block *>(panel);
-        Body::template columns<type>(p, row, to[group * n_blocks + b]);
-    }
-
-    // s[R][key_block] of the rows from `row` on
-    template <row_type type, int R>
-    static void score(const attention_args & a, const item_memory & m, int row, const float * panel,
-                      const float (*scales)[key_block], float * s) {
-        const int    n_blocks = a.d_k / 32;
-        const auto * keys     = reinterpret_cast<const typename Body::columns_of_block *>(panel);
-        const auto * quads    = integer_decode<Body>::quads(a, m) + row / 4 * n_blocks;
-        for (int g = 0; g < 4; g++) {
-            alignas(32) float four[4 * key_block];
-            for (int r = 0; r < 4; r++) {
-                L::store(four + r * key_block, L::zero());
-                L::store(four + r * key_block + 8, L::zero());
-            }
-            for (int b = 0; b < n_blocks; b++) {
-                Body::template score_rows<type, 4>(keys[g * n_blocks + b], scales[b] + 16 * g, quads[b], four);
-            }
-            for (int r = 0; r < R; r++) {
-                std::memcpy(s + r * key_block + 16 * g, four + (row + r) % 4 * key_block, 16 * sizeof(float));
-            }
-        }
-    }
-};
-
-struct avx2_prefill : avx2_keys<avx2_integers> {
+struct avx2_prefill : key_columns<avx2, avx2_integers> {
     using decode = avx2_integers;
 
     template <int R>
     static void keep_weights(const __m256i * packed, int r, int32_t (*ints)[32]) {
-        std::memcpy(ints[r], packed, sizeof(ints[r]));
+        avx2_integers::keep_weights(packed, ints[r]);
     }
 
     // Block b of n keys as pairs of keys: [block, pair, part] two vectors of 8 elements

@@ -34,9 +34,10 @@ struct vnni_bytes {
     using decode = vnni_bytes;
     using ints16 = vnni::ints16;
 
-    static constexpr bool in_bytes  = true;
-    static constexpr int  most_rows = 12;
-    static constexpr bool pads_rows = false;
+    static constexpr bool in_bytes      = true;
+    static constexpr int  keys_together = 4;
+    static constexpr int  most_rows     = 12;
+    static constexpr bool pads_rows     = false;
 
     // Four rows of Q, one block of 32 elements
     struct quad {

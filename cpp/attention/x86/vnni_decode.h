@@ -7,28 +7,18 @@
 
 #pragma once
 
+#include "attention/integers/integer_decode.h"
 #include "attention/simd/vector_avx512.h"
-#include "integer_decode.h"
-
-#include <type_traits>
 
 namespace mixedkv {
 namespace {
 
-// f(0) .. f(N - 1), written out before GCC decides what lives in registers
-template <int N, class F>
-[[gnu::always_inline]] inline void unrolled(F f) {
-    if constexpr (N > 0) {
-        unrolled<N - 1>(f);
-        f(std::integral_constant<int, N - 1>{});
-    }
-}
-
 struct vnni {
     using L = avx512;
 
-    using value_scales             = key_scales;
-    static constexpr bool in_bytes = false;
+    using value_scales                  = key_scales;
+    static constexpr bool in_bytes      = false;
+    static constexpr int  keys_together = 2;
 
     // Sums. GCC 12 keeps arrays of it in registers, and not those of __m512i, which it takes for other integers.
     using ints16 = int32_t __attribute__((vector_size(64)));
@@ -40,6 +30,9 @@ struct vnni {
     static ints16 dot_fours(ints16 sum, __m512i x, __m512i y) {
         return ints16(_mm512_dpbusd_epi32(__m512i(sum), x, y));
     }
+
+    // 64 weights, as weight_unit::apply leaves them
+    static void keep_weights(const __m512i * packed, int32_t (&to)[32]) { std::memcpy(to, packed, sizeof(to)); }
 
     // Four rows of Q, one block of 32 elements
     struct quad {

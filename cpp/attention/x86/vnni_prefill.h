@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "integer_prefill.h"
+#include "attention/integers/integer_prefill.h"
 #include "vnni_decode.h"
 
 namespace mixedkv {
@@ -21,7 +21,7 @@ struct vnni_prefill {
 
     template <int R>
     static void keep_weights(const __m512i * packed, int r, int32_t (*ints)[32]) {
-        std::memcpy(ints[r], packed, sizeof(ints[r]));
+        vnni::keep_weights(packed, ints[r]);
     }
 
     // Of a row, behind the F32 queries: pairs of integers, then a scale for each block of 32

@@ -6,7 +6,6 @@
 #pragma once
 
 #include "integers.h"
-#include "unpack_rows.h"
 
 namespace mixedkv {
 namespace {
@@ -68,6 +67,7 @@ struct integer_decode {
     using quad             = typename Body::quad;
     using columns_of_block = typename Body::columns_of_block;
     using integers         = decltype(L::to_int16(L::zero(), L::zero()));
+    using groups           = key_groups<Body::keys_together>;
 
     static constexpr int max_row_bytes = 256 / 32 * most_block_bytes;
 
@@ -162,7 +162,7 @@ struct integer_decode {
 
     // R rows of weights s against up to 4 blocks of n keys; units of each row
     template <row_type type, int R>
-    static void add_rows(const char * p, int64_t row, int n, const key_pairs & pairs, int n_blocks, prefetcher & ahead,
+    static void add_rows(const char * p, int64_t row, int n, const groups & keys, int n_blocks, prefetcher & ahead,
                          const weight_unit<L> * const * units, const float * s, float * acc, int64_t ld) {
         alignas(64) int32_t ints[4][R][32];
         float               top[R];
@@ -172,7 +172,7 @@ struct integer_decode {
             for (int b = 0; b < n_blocks; b += per_scale<type>()) {
                 integers packed[key_block / (2 * L::width)];
                 units[r][b].apply(weights, packed);
-                std::memcpy(ints[b][r], packed, sizeof(packed));
+                Body::keep_weights(packed, ints[b][r]);
             }
         }
         for (int b = 0; b < n_blocks; b++) {
@@ -181,7 +181,7 @@ struct integer_decode {
             for (int r = 0; r < R; r++) {
                 scales[r] = top[r] * units[r][first].unit;
             }
-            Body::template add_block<type, R>(p + integers_at(type, b), row, n, pairs, ahead, ints[first], scales,
+            Body::template add_block<type, R>(p + integers_at(type, b), row, n, keys, ahead, ints[first], scales,
                                               acc + 32 * b, ld);
         }
     }
@@ -229,15 +229,15 @@ struct integer_decode {
                 known[r].extreme = true;
             }
         }
-        const key_pairs pairs(used);
+        const groups keys(used);
         with_rows(rows,
-                  [&](auto R) { add_rows<type, R>(p, row, span.n, pairs, n_blocks, ahead, units, weights, acc, ld); });
+                  [&](auto R) { add_rows<type, R>(p, row, span.n, keys, n_blocks, ahead, units, weights, acc, ld); });
     }
 
     // R rows of weights s in bytes against up to 4 blocks of n keys
     template <row_type type, int R, class Scales>
-    static void add_bytes(const char * p, int64_t row, int n, const key_groups<4> & fours, int n_blocks,
-                          const Scales & of, prefetcher & ahead, const float * s, float * acc, int64_t ld) {
+    static void add_bytes(const char * p, int64_t row, int n, const groups & fours, int n_blocks, const Scales & of,
+                          prefetcher & ahead, const float * s, float * acc, int64_t ld) {
         constexpr int       per = per_scale<type>();
         alignas(64) int32_t ints[4][R][16];
         float               units[R][4];
@@ -278,7 +278,7 @@ struct integer_decode {
                     const uint64_t used      = used_keys<L>(s + row * key_block, rows_here, key_block);
                     if (used) {
                         with_rows(rows_here, [&](auto R) {
-                            add_bytes<type, R>(ints, bytes, span.n, key_groups<4>(used), n_blocks, of, ahead,
+                            add_bytes<type, R>(ints, bytes, span.n, groups(used), n_blocks, of, ahead,
                                                s + row * key_block, m.acc + row * m.d_v_padded + 128 * g, m.d_v_padded);
                         });
                     }
