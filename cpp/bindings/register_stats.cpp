@@ -52,12 +52,12 @@ static void set_window(uintptr_t ctx, uint32_t threshold, uint32_t group_size, u
     check(mixedkv_set_window(pointer<llama_context>(ctx), threshold, group_size, sink_tokens));
 }
 
-static void rest(uintptr_t ctx, int32_t seq) {
-    check(mixedkv_rest(pointer<llama_context>(ctx), seq));
+static void release_hot_rows(uintptr_t ctx, int32_t seq) {
+    check(mixedkv_release_hot_rows(pointer<llama_context>(ctx), seq));
 }
 
-static void wake(uintptr_t ctx, int32_t seq) {
-    check(mixedkv_wake(pointer<llama_context>(ctx), seq));
+static void hold_hot_rows(uintptr_t ctx, int32_t seq) {
+    check(mixedkv_hold_hot_rows(pointer<llama_context>(ctx), seq));
 }
 
 static void drop_sliding(uintptr_t ctx, int32_t seq) {
@@ -121,8 +121,8 @@ void register_stats(py::module_ & m) {
     m.def("short_from", &short_from, "ctx"_a);
     m.def("window_is_whole", &window_is_whole, "ctx"_a, "seq"_a, "pos"_a);
     m.def("find_cut", &find_cut, "ctx"_a, "seq"_a, "n"_a);
-    m.def("rest", &rest, "ctx"_a, "seq"_a);
-    m.def("wake", &wake, "ctx"_a, "seq"_a);
+    m.def("release_hot_rows", &release_hot_rows, "ctx"_a, "seq"_a);
+    m.def("hold_hot_rows", &hold_hot_rows, "ctx"_a, "seq"_a);
     m.def("limit_sliding", &mixedkv_limit_sliding, "n_windows"_a);
     m.def("drop_sliding", &drop_sliding, "ctx"_a, "seq"_a);
     m.def("set_window", &set_window, "ctx"_a, "threshold"_a, "group_size"_a, "sink_tokens"_a);

@@ -369,11 +369,11 @@ static mixedkv_status for_hot_rows(llama_context * ctx, int32_t seq_id, void (ll
     });
 }
 
-mixedkv_status mixedkv_rest(llama_context * ctx, int32_t seq_id) {
+mixedkv_status mixedkv_release_hot_rows(llama_context * ctx, int32_t seq_id) {
     return for_hot_rows(ctx, seq_id, &llama_kv_hot_rows::rest);
 }
 
-mixedkv_status mixedkv_wake(llama_context * ctx, int32_t seq_id) {
+mixedkv_status mixedkv_hold_hot_rows(llama_context * ctx, int32_t seq_id) {
     return for_hot_rows(ctx, seq_id, &llama_kv_hot_rows::wake);
 }
 

@@ -296,13 +296,13 @@ LLAMA_API enum mixedkv_status mixedkv_set_window(struct llama_context * ctx, uin
 
 // Nothing of the sequence is evaluated for now: its F16 rows count as free, and make room for those of other sequences
 // at once and not after 16 steps. What it held can be taken out before, see mixedkv_restore_window().
-LLAMA_API enum mixedkv_status mixedkv_rest(struct llama_context * ctx, int32_t seq_id);
+LLAMA_API enum mixedkv_status mixedkv_release_hot_rows(struct llama_context * ctx, int32_t seq_id);
 
 // The sequence goes on, though others may be evaluated before it: from now on its F16 rows do not count as free.
-LLAMA_API enum mixedkv_status mixedkv_wake(struct llama_context * ctx, int32_t seq_id);
+LLAMA_API enum mixedkv_status mixedkv_hold_hot_rows(struct llama_context * ctx, int32_t seq_id);
 
 // How many sequences of a unified context layers with a sliding window have room for, of the next ones that this thread
-// makes; 0: for all, as upstream. Who asks for less lets go of windows that rest.
+// makes; 0: for all, as upstream. Who asks for less lets go of windows of idle sequences.
 LLAMA_API void mixedkv_limit_sliding(uint32_t n_windows);
 
 // Layers with a sliding window let go of all rows of a sequence, whose other rows stay: see mixedkv_restore_window().

@@ -78,13 +78,13 @@ class LiveWindow:
         restores them.
         """
         if self.is_mixed:
-            _core.rest(self._context.address, seq)
+            _core.release_hot_rows(self._context.address, seq)
 
     @exclusive
     def hold_hot_rows(self, seq: int = 0) -> None:
         """Take back `release_hot_rows`: the sequence goes on, though others may be evaluated before it."""
         if self.is_mixed:
-            _core.wake(self._context.address, seq)
+            _core.hold_hot_rows(self._context.address, seq)
 
     @exclusive
     def drop_window(self, seq: int) -> None:

@@ -722,11 +722,11 @@ static void test_parts(struct llama_context * ctx) {
     EXPECT(INVALID, mixedkv_restore_window(ctx, 1, two, 2));
     EXPECT(NOT_AVAILABLE, mixedkv_restore_window(ctx, -1, &b->group, 1));
     EXPECT(OK, mixedkv_restore_window(ctx, 1, &b->group, 1));
-    EXPECT(OK, mixedkv_rest(ctx, 1));
-    EXPECT(OK, mixedkv_wake(ctx, 1));
-    EXPECT(NOT_AVAILABLE, mixedkv_rest(ctx, -1));
-    EXPECT(NOT_AVAILABLE, mixedkv_wake(ctx, 1000000));
-    EXPECT(INVALID, mixedkv_wake(NULL, 1));
+    EXPECT(OK, mixedkv_release_hot_rows(ctx, 1));
+    EXPECT(OK, mixedkv_hold_hot_rows(ctx, 1));
+    EXPECT(NOT_AVAILABLE, mixedkv_release_hot_rows(ctx, -1));
+    EXPECT(NOT_AVAILABLE, mixedkv_hold_hot_rows(ctx, 1000000));
+    EXPECT(INVALID, mixedkv_hold_hot_rows(NULL, 1));
     EXPECT(OK, mixedkv_count_rows(ctx, 1, 0, 0, -1, &n_rows, &n_hot));
     expect(0, hot == 0 || n_hot != hot);
     free_block(b);

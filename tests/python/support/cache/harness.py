@@ -358,12 +358,12 @@ class Ctx:
     def release_hot_rows(self, seq: int) -> None:
         from mixedkv import _core
 
-        _core.rest(self.address, seq)
+        _core.release_hot_rows(self.address, seq)
 
     def hold_hot_rows(self, seq: int) -> None:
         from mixedkv import _core
 
-        _core.wake(self.address, seq)
+        _core.hold_hot_rows(self.address, seq)
 
     def window_is_whole(self, seq: int = 0, pos: int | None = None) -> bool:
         from mixedkv import _core
