@@ -1,10 +1,13 @@
 #include "file_access.h"
 
+#ifndef _WIN32
+
 #include <cerrno>
 #include <climits>
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 // MIXEDKV_PLAIN_POSIX: as on a system that is neither, for tests
@@ -28,7 +31,7 @@ std::string name_of(int fd) {
     return n > 0 ? std::string(name, n) : "the model's file";
 }
 
-int open_again(int fd, bool direct) {
+system_file open_again(int fd, bool direct) {
     return open(link_of(fd).c_str(), O_RDONLY | O_CLOEXEC | (direct ? O_DIRECT : 0));
 }
 
@@ -44,7 +47,7 @@ std::string name_of([[maybe_unused]] int fd) {
     return "the model's file";
 }
 
-int open_again(int fd, bool direct) {
+system_file open_again(int fd, bool direct) {
     if (!direct) {
         return fcntl(fd, F_DUPFD_CLOEXEC, 0); // pread has no use for the position, which they share
     }
@@ -64,17 +67,48 @@ int open_again(int fd, bool direct) {
 
 #endif
 
-int64_t changed_at(const struct stat & status) {
-#ifdef __APPLE__
-    return int64_t(status.st_mtimespec.tv_sec) * 1'000'000'000 + status.st_mtimespec.tv_nsec;
-#else
-    return int64_t(status.st_mtim.tv_sec) * 1'000'000'000 + status.st_mtim.tv_nsec;
-#endif
+void close_file(system_file file) {
+    close(int(file));
 }
 
-void forget([[maybe_unused]] int fd, [[maybe_unused]] uint64_t offset, [[maybe_unused]] uint64_t size) {
+bool get_status(system_file file, file_status & status) {
+    struct stat found = {};
+    if (fstat(int(file), &found) != 0) {
+        return false;
+    }
+#ifdef __APPLE__
+    const timespec & changed = found.st_mtimespec;
+#else
+    const timespec & changed = found.st_mtim;
+#endif
+    status = { uint64_t(found.st_size), int64_t(changed.tv_sec) * 1'000'000'000 + changed.tv_nsec };
+    return true;
+}
+
+int64_t read_at(system_file file, void * to, uint64_t size, uint64_t offset) {
+    ssize_t n;
+    do {
+        n = pread(int(file), to, size, off_t(offset));
+    } while (n < 0 && errno == EINTR);
+    return n;
+}
+
+void * map_file(system_file file, uint64_t size) {
+    void * const at = mmap(nullptr, size, PROT_READ, MAP_SHARED, int(file), 0);
+    if (at == MAP_FAILED) {
+        return nullptr;
+    }
+    madvise(at, size, MADV_RANDOM);
+    return at;
+}
+
+void unmap_file(void * mapped, uint64_t size) {
+    munmap(mapped, size);
+}
+
+void forget([[maybe_unused]] system_file file, [[maybe_unused]] uint64_t offset, [[maybe_unused]] uint64_t size) {
 #ifdef ON_LINUX
-    posix_fadvise(fd, off_t(offset), off_t(size), POSIX_FADV_DONTNEED);
+    posix_fadvise(int(file), off_t(offset), off_t(size), POSIX_FADV_DONTNEED);
 #endif
 }
 
@@ -102,10 +136,42 @@ int fetch(void * mapped, size_t size) {
 #endif
 }
 
+void * allocate_pages(size_t size) {
+#ifdef MAP_NORESERVE
+    constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+#else
+    constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS;
+#endif
+    void * const at = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, -1, 0);
+    return at == MAP_FAILED ? nullptr : at;
+}
+
+void free_pages(void * memory, size_t size) {
+    munmap(memory, size);
+}
+
 void use_large_pages([[maybe_unused]] void * memory, [[maybe_unused]] size_t size) {
 #ifdef ON_LINUX
     madvise(memory, size, MADV_HUGEPAGE);
 #endif
 }
 
+int lock_pages(void * memory, size_t size) {
+    return mlock(memory, size) == 0 ? 0 : errno;
+}
+
+size_t give_back_pages([[maybe_unused]] void * memory, [[maybe_unused]] size_t size) {
+#ifdef ON_LINUX // elsewhere pages that are not needed stay, with what is in them
+    const uintptr_t page  = sysconf(_SC_PAGESIZE);
+    const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + page - 1) / page * page;
+    const uintptr_t end   = (reinterpret_cast<uintptr_t>(memory) + size) / page * page;
+    if (begin < end && madvise(reinterpret_cast<void *>(begin), end - begin, MADV_DONTNEED) == 0) {
+        return end - begin;
+    }
+#endif
+    return 0;
+}
+
 } // namespace mixedkv
+
+#endif

@@ -1,14 +1,9 @@
 #include "layer_ring.h"
 
-#include "file_access.h"
-
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-
-#include <sys/mman.h>
-#include <unistd.h>
 
 namespace mixedkv {
 
@@ -42,33 +37,32 @@ layer_ring::~layer_ring() {
     }
     for (const auto & file : files) {
         if (file.mapped) {
-            munmap(file.mapped, file.status.st_size);
+            unmap_file(file.mapped, file.status.size);
         }
-        if (file.fd_direct >= 0) {
-            close(file.fd_direct);
+        if (file.direct != NO_FILE) {
+            close_file(file.direct);
         }
-        close(file.fd);
+        close_file(file.buffered);
     }
     if (memory) {
-        munmap(memory, n_memory);
+        free_pages(memory, n_memory);
     }
 }
 
 size_t layer_ring::add_file(int fd) {
-    file res = { name_of(fd), open_again(fd, false), -1, {}, nullptr };
-    if (res.fd < 0 || fstat(res.fd, &res.status) != 0) {
+    file res = { name_of(fd), open_again(fd, false), NO_FILE, {}, nullptr };
+    if (res.buffered == NO_FILE || !get_status(res.buffered, res.status)) {
         throw read_error(res.name + " cannot be opened again: " + strerror(errno));
     }
     if (settings.mode == ring_mode::direct) {
-        res.fd_direct = open_again(fd, true);
+        res.direct = open_again(fd, true);
     } else {
-        void * const at = mmap(nullptr, res.status.st_size, PROT_READ, MAP_SHARED, res.fd, 0);
-        if (at == MAP_FAILED) {
-            close(res.fd);
-            throw read_error(res.name + " cannot be mapped: " + strerror(errno));
+        res.mapped = static_cast<uint8_t *>(map_file(res.buffered, res.status.size));
+        if (!res.mapped) {
+            const int problem = errno;
+            close_file(res.buffered);
+            throw read_error(res.name + " cannot be mapped: " + strerror(problem));
         }
-        res.mapped = static_cast<uint8_t *>(at);
-        madvise(at, res.status.st_size, MADV_RANDOM); // what to read ahead is known here
     }
     files.push_back(res);
     return files.size() - 1;
@@ -111,12 +105,10 @@ void layer_ring::start() {
     if (settings.mode == ring_mode::direct) {
         const size_t size = (largest + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
         n_memory          = slots.size() * size + HUGE_PAGE; // to align
-        void * const at   = mmap(nullptr, n_memory, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (at == MAP_FAILED) {
-            n_memory = 0;
+        memory            = static_cast<uint8_t *>(allocate_pages(n_memory));
+        if (!memory) {
             throw std::bad_alloc();
         }
-        memory = static_cast<uint8_t *>(at);
         use_large_pages(memory, n_memory);
         auto * const first =
             reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(memory) + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE);
@@ -184,7 +176,7 @@ void layer_ring::leave(const slot & which) {
     if (settings.mode == ring_mode::prefetch && which.is == state::left) {
         for (const auto & run : layers[which.layer].runs) {
             forget(files[run.file].mapped + run.offset, up(run.end) - run.offset);
-            forget(files[run.file].fd, run.offset, up(run.end) - run.offset);
+            forget(files[run.file].buffered, run.offset, up(run.end) - run.offset);
         }
     }
 }
@@ -298,15 +290,15 @@ void layer_ring::work() {
 }
 
 void layer_ring::check(const file & of) const {
-    struct stat status = {};
-    if (fstat(of.fd, &status) != 0) {
+    file_status status;
+    if (!get_status(of.buffered, status)) {
         throw read_error(of.name + " cannot be read: " + strerror(errno));
     }
-    if (status.st_size < of.status.st_size) {
-        throw read_error(of.name + " has become shorter since it was loaded, " + std::to_string(status.st_size) +
-                         " of " + std::to_string(of.status.st_size) + " bytes: put it back and load the model again");
+    if (status.size < of.status.size) {
+        throw read_error(of.name + " has become shorter since it was loaded, " + std::to_string(status.size) + " of " +
+                         std::to_string(of.status.size) + " bytes: put it back and load the model again");
     }
-    if (changed_at(status) != changed_at(of.status)) {
+    if (status.changed != of.status.changed) {
         throw read_error(of.name + " has been written to since it was loaded: load the model again");
     }
 }
@@ -330,11 +322,8 @@ void layer_ring::bring_mapped(const chunk & what) {
 void layer_ring::pread_all(file & from, uint64_t offset, uint64_t end, uint64_t least, uint8_t * to) {
     uint64_t at = offset;
     while (at < least) {
-        const bool    direct = from.fd_direct >= 0 && !buffered && at % BLOCK == 0;
-        const ssize_t n      = pread(direct ? from.fd_direct : from.fd, to + (at - offset), end - at, off_t(at));
-        if (n < 0 && errno == EINTR) {
-            continue;
-        }
+        const bool    direct = from.direct != NO_FILE && !buffered && at % BLOCK == 0;
+        const int64_t n      = read_at(direct ? from.direct : from.buffered, to + (at - offset), end - at, at);
         if (n < 0 && errno == EINVAL && direct) {
             buffered = true;
             continue;
@@ -348,8 +337,8 @@ void layer_ring::pread_all(file & from, uint64_t offset, uint64_t end, uint64_t 
         }
         at += n;
     }
-    if (from.fd_direct < 0 || buffered) {
-        forget(from.fd, offset, end - offset); // it would push out what stays
+    if (from.direct == NO_FILE || buffered) {
+        forget(from.buffered, offset, end - offset); // it would push out what stays
     }
 }
 
@@ -357,17 +346,14 @@ void layer_ring::read(size_t file, uint64_t offset, uint64_t size, void * to) {
     auto &   from = files[file];
     uint64_t done = 0; // not aligned: through the page cache
     while (done < size) {
-        const ssize_t n = pread(from.fd, static_cast<uint8_t *>(to) + done, size - done, off_t(offset + done));
-        if (n < 0 && errno == EINTR) {
-            continue;
-        }
+        const int64_t n = read_at(from.buffered, static_cast<uint8_t *>(to) + done, size - done, offset + done);
         if (n <= 0) {
             throw read_error(from.name + " cannot be read at byte " + std::to_string(offset + done) + ": " +
                              (n < 0 ? strerror(errno) : "it ends there"));
         }
         done += n;
     }
-    forget(from.fd, offset, size);
+    forget(from.buffered, offset, size);
 }
 
 ring_stats layer_ring::stats() {
@@ -378,12 +364,12 @@ ring_stats layer_ring::stats() {
         res.seconds_reading += now() - reading_since;
     }
     res.o_direct = !buffered && !files.empty() &&
-                   std::all_of(files.begin(), files.end(), [](const file & f) { return f.fd_direct >= 0; });
+                   std::all_of(files.begin(), files.end(), [](const file & f) { return f.direct != NO_FILE; });
     return res;
 }
 
 int layer_ring::lock() {
-    return memory && mlock(slots[0].data, memory + n_memory - slots[0].data - HUGE_PAGE) != 0 ? errno : 0;
+    return memory ? lock_pages(slots[0].data, memory + n_memory - slots[0].data - HUGE_PAGE) : 0;
 }
 
 } // namespace mixedkv

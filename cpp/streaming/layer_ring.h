@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include "file_access.h"
+
 #include <atomic>
 #include <condition_variable>
 #include <cstddef>
@@ -14,8 +16,6 @@
 #include <string>
 #include <thread>
 #include <vector>
-
-#include <sys/stat.h>
 
 namespace mixedkv {
 
@@ -30,7 +30,7 @@ struct interrupted_error : std::runtime_error {
 };
 
 enum class ring_mode {
-    direct,   // O_DIRECT into a ring of layers; through the page cache where the file system has no O_DIRECT
+    direct,   // past the page cache into a ring of layers; through it where the file system has no way past it
     prefetch, // the file is mapped: pages come ahead of the pass and are given back behind it
 };
 
@@ -87,9 +87,9 @@ class layer_ring {
   private:
     struct file {
         std::string name;
-        int         fd;        // without O_DIRECT
-        int         fd_direct; // -1: it cannot be had
-        struct stat status;
+        system_file buffered; // through the page cache
+        system_file direct;   // past it; NO_FILE: that cannot be had
+        file_status status;
         uint8_t *   mapped;
     };
 

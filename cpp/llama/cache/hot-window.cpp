@@ -3,16 +3,13 @@
 
 #include "cache/hot-rows.h"
 
+#include "streaming/file_access.h"
+
 #include "ggml-backend.h"
 
 #include <algorithm>
 #include <cstring>
 #include <utility>
-
-#ifndef _WIN32
-#include <sys/mman.h>
-#include <unistd.h>
-#endif
 
 using mixedkv::hot_layout;
 
@@ -114,20 +111,14 @@ void llama_kv_hot_rows::move_rows(uint32_t strm, const mixedkv::hot_ring & befor
 
 // The pages between the last slot and the row that nobody reads. They are zero when they are touched again.
 void llama_kv_hot_rows::give_back(const ggml_tensor * ring) {
-#ifndef _WIN32
     if (ggml_backend_buffer_get_type(ring->view_src->buffer) != ggml_backend_cpu_buffer_type()) {
         return;
     }
 
-    const uintptr_t page  = sysconf(_SC_PAGESIZE);
-    const uintptr_t data  = (uintptr_t) ring->data;
-    const uintptr_t begin = (data + slots.get_layout().n_slots*ring->nb[1] + page - 1)/page*page;
-    const uintptr_t end   = (data + get_trash_row()*ring->nb[1])/page*page;
+    auto * const begin = static_cast<uint8_t *>(ring->data) + slots.get_layout().n_slots*ring->nb[1];
+    auto * const end   = static_cast<uint8_t *>(ring->data) + get_trash_row()*ring->nb[1];
 
-    if (begin < end && madvise((void *) begin, end - begin, MADV_DONTNEED) == 0) {
-        n_given_back += end - begin;
+    if (begin < end) {
+        n_given_back += mixedkv::give_back_pages(begin, end - begin);
     }
-#else
-    GGML_UNUSED(ring);
-#endif
 }

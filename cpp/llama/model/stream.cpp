@@ -5,11 +5,8 @@
 #include "llama-model.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <map>
-
-#include <sys/mman.h>
 
 static constexpr size_t ALIGNMENT = 64;
 
@@ -30,7 +27,7 @@ stream_buffer & get(ggml_backend_buffer_t buffer) {
 }
 
 void buffer_free(ggml_backend_buffer_t buffer) {
-    munmap(get(buffer).base, get(buffer).size);
+    mixedkv::free_pages(get(buffer).base, get(buffer).size);
     delete &get(buffer);
 }
 
@@ -60,8 +57,8 @@ ggml_backend_buffer_t buffer_alloc(ggml_backend_buffer_type_t buft, size_t size)
     const size_t n = std::max<size_t>(size, 1);
 
     // pages that nobody writes to take no memory
-    void * base = mmap(nullptr, n, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (base == MAP_FAILED) {
+    void * base = mixedkv::allocate_pages(n);
+    if (!base) {
         return nullptr;
     }
 
@@ -306,10 +303,11 @@ int llama_stream::lock(const llama_model & model, uint64_t & n_locked, uint64_t 
             continue;
         }
         n_bytes += ggml_nbytes(t);
-        if (mlock(t->data, ggml_nbytes(t)) == 0) {
+        const int problem = mixedkv::lock_pages(t->data, ggml_nbytes(t));
+        if (!problem) {
             n_locked += ggml_nbytes(t);
         } else if (!res) {
-            res = errno;
+            res = problem;
         }
     }
 

@@ -1,5 +1,6 @@
 #include "support.h"
 
+#include "../environment.h"
 #include "attention/tc3.h"
 
 #include <algorithm>
@@ -506,7 +507,7 @@ int run(std::vector<mixedkv::attention_args> streams, int n_threads) {
 }
 
 bool force_isa(const std::string & name) {
-    setenv("MIXEDKV_ISA", name == "best" ? "" : name.c_str(), 1);
+    set_variable("MIXEDKV_ISA", name == "best" ? "" : name.c_str());
     if (const char * error = mixedkv::attention_isa_error()) {
         std::printf("skipped: %s\n", error);
         return false;

@@ -2,8 +2,9 @@
 
 #include "attention/attention.h"
 
+#include "../environment.h"
+
 #include <cstdio>
-#include <cstdlib>
 #include <string>
 
 static bool contains(const char * text, const char * part) {
@@ -16,7 +17,7 @@ static bool contains(const char * text, const char * part) {
 
 int main(int argc, char ** argv) {
     const std::string name = argc > 1 ? argv[1] : "";
-    setenv("MIXEDKV_ISA", name.c_str(), 1);
+    test::set_variable("MIXEDKV_ISA", name.c_str());
     const char * error = mixedkv::attention_isa_error();
     if (name.empty() || name == "scalar") {
         const bool ok = !error && (name.empty() || name == mixedkv::attention_isa());
