@@ -79,9 +79,9 @@ def _import_layer(folder: Path) -> None:
 
 def _load_processor_plugin(folder: Path) -> None:
     """Load the one of ggml's CPU backends that suits this processor best, in a build that has several."""
-    if next(folder.glob("libggml-cpu-*"), None) is None:
+    if next(folder.glob("*ggml-cpu-*"), None) is None:
         return
-    ggml = ctypes.CDLL(str(next(folder.glob("libggml.*"))))
+    ggml = ctypes.CDLL(str(next(file for file in folder.iterdir() if file.stem in ("libggml", "ggml"))))
     if not ggml.ggml_backend_reg_count():
         logger = logging.getLogger("llama-cpp-python")
         level = logger.level

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mixedkv import system
 from mixedkv.chunks.chunk_reuse import REPAIRS
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import CELLS
@@ -74,7 +74,7 @@ def check(args: argparse.Namespace) -> Options:
         file=file,
         shape=shape,
         settings=tuple(setting.resolved(shape, longest) for setting in settings),
-        threads=args.threads or len(os.sched_getaffinity(0)),
+        threads=args.threads or system.usable_cpus(),
         depths=depths,
         n_ctx=n_ctx,
         n_prompt=n_prompt,

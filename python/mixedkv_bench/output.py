@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ import llama_cpp
 import numpy as np
 from pydantic import Field
 
-from mixedkv import __version__, _core
+from mixedkv import __version__, _core, system
 from mixedkv_bench.bench_test import Options
 from mixedkv_bench.catalog import ROWS, TESTS, AnyRow
 from mixedkv_bench.harness.row import Row, RowPart
@@ -67,10 +66,10 @@ class RunHead(RowPart):
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             command=command,
             cpu=_cpu(),
-            cores=len(os.sched_getaffinity(0)),
-            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            cores=system.usable_cpus(),
+            memory_bytes=system.physical_memory(),
             system=f"{platform.system()} {platform.machine()}",
-            load_average=round(os.getloadavg()[0], 2),
+            load_average=round(system.load_average(), 2),
             mixedkv=__version__,
             llama_commit=native["llama_commit"],
             isa=native["isa"],

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import closing
 
+from mixedkv import system
 from mixedkv_bench import arguments, plot
 from mixedkv_bench.bench_test import Bench, Options
 from mixedkv_bench.catalog import TESTS
@@ -43,7 +43,7 @@ def bench(args: argparse.Namespace) -> None:
 
 def _warn_of_load() -> None:
     """Warn where other programs are at work: their share of the processor is in every time."""
-    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    load, cores = system.load_average(), system.usable_cpus()
     if load > _BUSY * cores:
         warnings.warn(
             f"this machine is busy (load {load:.1f} on {cores} cores): this takes longer, times vary, and "

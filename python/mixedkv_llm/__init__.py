@@ -189,7 +189,11 @@ class _Server:
         ]
         with log.open("wb") as out:
             self._process = subprocess.Popen(
-                command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent
+                command,
+                stdout=out,
+                stderr=out,
+                stdin=subprocess.DEVNULL,
+                preexec_fn=_begin if os.name == "posix" else None,
             )
         atexit.register(self.stop)
         http = httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=None)
@@ -221,10 +225,11 @@ class _Server:
         self._folder.cleanup()
 
 
-def _end_with_parent() -> None:
-    """End this child process when its parent ends, however that happens."""
+def _begin() -> None:
+    """Prepare the child process: on Linux it ends when its parent ends, however that happens."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends an answer, not the model
-    ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def _messages(message: Any) -> Iterator[dict[str, Any]]:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import llama_cpp
 
+from mixedkv import system
 from mixedkv.config import KVSetting, MixedKVConfig, parse_kv
 from mixedkv.engine import ChunkConnector, Embedder, Engine, StoreConnector, Tokenizer
 from mixedkv.errors import ClosedError, ModelChangedError
@@ -44,21 +45,14 @@ from mixedkv_server.models import ServedModel, capabilities, chat_format
 from mixedkv_server.settings import ServerSettings, parse_reuse
 from mixedkv_server.state import ServerState
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-
 _SECONDS = 0.2  # seconds between two looks
-_HAS_LEASES = hasattr(fcntl, "F_SETLEASE")  # Linux
 
 
 def ignore_signal() -> None:
     """Ignore SIGIO, by which the kernel says that a program waits for a file on which we have a lease: leases
     are polled instead. Call it on the main thread; files can then be watched from any thread.
     """
-    if _HAS_LEASES and threading.current_thread() is threading.main_thread():
+    if system.HAS_LEASES and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGIO, signal.SIG_IGN)
 
 
@@ -84,14 +78,14 @@ class ModelWatch:
     def __enter__(self) -> ModelWatch:
         # off the main thread the signal cannot be ignored, and would end the process
         ignore_signal()
-        can_lease = _HAS_LEASES and signal.getsignal(signal.SIGIO) is signal.SIG_IGN
+        can_lease = system.HAS_LEASES and signal.getsignal(signal.SIGIO) is signal.SIG_IGN
         for path in self._paths:
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            file = os.open(path, os.O_RDONLY)
             self._files.append(file)
             if not can_lease:
                 continue
             try:
-                fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+                system.take_lease(file)
                 self._leased.append(file)
             except OSError as error:
                 log.info("no lease on a model's file (%s): it is looked at instead", error.strerror)
@@ -121,8 +115,7 @@ class ModelWatch:
                 return
 
     def _changes(self) -> bool:
-        broken = (fcntl.fcntl(file, fcntl.F_GETLEASE) == fcntl.F_UNLCK for file in self._leased)
-        return any(broken) or self._now() != self._before
+        return any(map(system.lease_is_broken, self._leased)) or self._now() != self._before
 
     def _now(self) -> list[tuple[int, int]]:
         """Return the size and time of change of each file."""
@@ -131,7 +124,7 @@ class ModelWatch:
     def _give_way(self) -> None:
         for file in self._leased:
             with contextlib.suppress(OSError):
-                fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+                system.end_lease(file)
         self._leased.clear()
 
     def _release(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, cast, get_args
 
 from pydantic import ValidationError, field_validator, model_validator
 
+from mixedkv import system
 from mixedkv.chunks.passages import parse_chunks
 from mixedkv.hosts import is_local
 from mixedkv.limits import INT32_MAX, MAX_SEQUENCES, MAX_SNAPSHOTS
@@ -367,6 +368,12 @@ class ServerSettings(ServiceSettings):
             raise ValueError("api_key and api_key_file: give one; a file may have many keys")
         if self.tls_cert and self.unix_socket:
             raise ValueError("tls_cert and host: a Unix socket needs no TLS: leave one out")
+        if not system.HAS_UNIX_SOCKETS and (self.unix_socket or self.routed):
+            name = "host" if self.unix_socket else "model, keep_alive, max_loaded"
+            raise ValueError(
+                f"{name}: this needs Unix sockets, which this system lacks. Serve one model at an address "
+                "(host=127.0.0.1)"
+            )
         if self.speculation == "mtp" and (self.stream_layers or self.memory):
             raise ValueError("speculation=mtp and stream_layers or memory: leave one out")
         if self.store_key_file and not (self.store or self.store_remote):

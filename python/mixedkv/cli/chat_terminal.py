@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,6 +25,11 @@ from rich.segment import Segment
 from mixedkv.cli.chat_commands import SeveralLines
 from mixedkv.llama import Llama
 from mixedkv.terminal import printable, shown_on
+
+try:
+    import termios
+except ImportError:  # Windows, whose console keeps what is typed
+    termios = None  # type: ignore[assignment]
 
 _MARK_PASTES, _LEAVE_PASTES = "\x1b[?2004h", "\x1b[?2004l"  # bracketed paste, on and off
 
@@ -85,7 +89,7 @@ def _keys_wait() -> Iterator[None]:
     Ctrl-C is held too: as a signal it could arrive while a prompt is set up, which would then not react to
     keys.
     """
-    with _local_modes(on=termios.NOFLSH, off=termios.ECHO | termios.ICANON | termios.ISIG):
+    with _local_modes(on=["NOFLSH"], off=["ECHO", "ICANON", "ISIG"]):
         try:
             yield
         finally:
@@ -93,12 +97,18 @@ def _keys_wait() -> Iterator[None]:
 
 
 @contextmanager
-def _local_modes(on: int = 0, off: int = 0) -> Iterator[None]:
-    """Set flags of the terminal's local modes while inside (termios(3), `c_lflag`)."""
+def _local_modes(on: Sequence[str] = (), off: Sequence[str] = ()) -> Iterator[None]:
+    """Set flags of the terminal's local modes while inside (termios(3), `c_lflag`), if it has such."""
+    if termios is None:
+        yield
+        return
     stdin = sys.stdin.fileno()
     before = termios.tcgetattr(stdin)
     now = termios.tcgetattr(stdin)
-    now[3] = (now[3] | on) & ~off
+    for name in on:
+        now[3] |= getattr(termios, name)
+    for name in off:
+        now[3] &= ~getattr(termios, name)
     termios.tcsetattr(stdin, termios.TCSADRAIN, now)
     try:
         yield
@@ -118,7 +128,7 @@ class StopSignal:
         self._stack.callback(self._llm.interrupt, False)
         self._stack.callback(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, self._on_signal))
         if sys.stdin.isatty():
-            self._stack.enter_context(_local_modes(on=termios.ISIG | termios.NOFLSH))  # keeps typed text
+            self._stack.enter_context(_local_modes(on=["ISIG", "NOFLSH"]))  # keeps typed text
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -16,6 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
+from mixedkv import system
 from mixedkv.model.gguf_file import ModelFile, Reader, other_parts, pad
 
 _SAMPLE = 1 << 12
@@ -79,7 +80,7 @@ def _of_file(key: FileKey, full_hash: bool) -> str:
         whole = full_hash or key.size <= _WHOLE
         for offset, size in [(0, key.size)] if whole else _samples(Path(key.path), file):
             for begin in range(offset, offset + size, _CHUNK):
-                digest.update(os.pread(file.fileno(), min(_CHUNK, offset + size - begin), begin))
+                digest.update(system.read_at(file, min(_CHUNK, offset + size - begin), begin))
     return digest.hexdigest()
 
 

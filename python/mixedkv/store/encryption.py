@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from mixedkv import system
 from mixedkv.store.entry_row import EntryError
 
 KeySource = Callable[[], bytes]
@@ -63,6 +64,11 @@ def key_from_file(path: str | os.PathLike[str]) -> KeySource:
     """
 
     def read() -> bytes:
+        if not system.HAS_OWNERS:
+            raise PermissionError(
+                f"master key: this system does not tell who may read {path}. Give the key in a variable of "
+                "the environment (env:NAME)"
+            )
         with open(path, "rb") as file:
             info = os.fstat(file.fileno())
             if not stat.S_ISREG(info.st_mode):

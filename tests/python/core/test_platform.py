@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from mixedkv import _native
+from mixedkv import _native, system
+from mixedkv.store.encryption import key_from_file
 
 pytestmark = pytest.mark.core
 
@@ -31,6 +33,30 @@ def test_without_posix_modules(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "POSIX file locks" in result.stdout
     assert "KVStore(None)" in result.stdout
+
+
+def test_reading_at_an_offset_leaves_the_position(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(range(200)))
+    for _ in range(2):
+        with path.open("rb") as file:
+            file.seek(7)
+            assert system.read_at(file, 3, 100) == bytes([100, 101, 102])
+            assert file.tell() == 7
+        monkeypatch.delattr(os, "pread", raising=False)
+
+
+def test_a_key_is_not_read_where_files_have_no_owners(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(bytes(32))
+    path.chmod(0o600)
+    read = key_from_file(path)
+    read()
+    monkeypatch.setattr(system, "HAS_OWNERS", False)
+    with pytest.raises(PermissionError, match="env:NAME"):
+        read()
 
 
 def test_a_build_for_another_processor_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,14 +23,10 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from mixedkv import system
 from mixedkv.backoff import Backoff
 from mixedkv.log_once import LogOnce
 from mixedkv.store.entry_row import EntryError
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 _TEMPORARY = ".tmp"
 _NAME = re.compile(r"[0-9a-f]{32}\.(safetensors(\.enc)?|tmp)")
@@ -45,7 +41,7 @@ class DiskTier:
     """
 
     def __init__(self, folder: Path) -> None:
-        if fcntl is None:
+        if not system.HAS_LOCKS:
             raise OSError(
                 errno.ENOTSUP,
                 "a store in a folder needs POSIX file locks, which this system lacks: keep KV in memory, "
@@ -143,7 +139,7 @@ class DiskTier:
             path = self.folder / f"{secrets.token_hex(16)}{_TEMPORARY}"
             file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), "wb")
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                system.lock(file, wait=False)
                 if path.exists():
                     return path, file
             except BlockingIOError:  # another process has removed it
@@ -166,7 +162,7 @@ class DiskTier:
 def folder_lock(path: Path) -> Iterator[None]:
     """Hold the lock of the one process that opens and tidies a store."""
     with open_own(path) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        system.lock(file)
         yield
 
 
@@ -265,7 +261,7 @@ def _unlink_unlocked(path: Path, is_known: Callable[[], bool]) -> int:
     """Remove a file unless a process holds it or the index knows it; return how many were removed."""
     try:
         with open(path, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(file, wait=False)
             if is_known():
                 return 0
             path.unlink()
