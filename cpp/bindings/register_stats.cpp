@@ -26,7 +26,7 @@ static py::dict stats(uintptr_t ctx) {
 
 static py::dict layer_dict(const mixedkv_layer_info & l) {
     return py::dict(
-        "il"_a = l.il, "mixed"_a = l.mixed, "fused"_a = l.fused, "on_device"_a = l.on_device,
+        "il"_a = l.il, "mixed"_a = l.mixed, "fused"_a = l.fused, "on_device"_a = l.on_device, "in_place"_a = l.in_place,
         "n_head_kv"_a = l.n_head_kv, "n_embd_head_k"_a = l.n_embd_head_k, "n_embd_head_v"_a = l.n_embd_head_v,
         "n_cells"_a = l.n_cells, "type_k"_a = static_cast<int>(l.type_k), "type_v"_a = static_cast<int>(l.type_v),
         "rotation_k"_a = l.rotation_k, "rotation_v"_a = l.rotation_v, "equalization"_a = l.equalization,

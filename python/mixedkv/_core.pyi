@@ -47,6 +47,7 @@ class Layer(TypedDict):
     mixed: bool
     fused: bool
     on_device: bool
+    in_place: bool
     n_head_kv: int
     n_embd_head_k: int
     n_embd_head_v: int

@@ -85,6 +85,7 @@ struct mixedkv_layer_info {
     bool           mixed;     // false: llama.cpp's uniform cache
     bool           fused;     // attention reads the rows as they lie, with the fused node
     bool           on_device; // which a device computes: CUDA
+    bool           in_place;  // llama.cpp's own attention on a device reads the rows as they lie: Vulkan
     uint32_t       n_head_kv;
     uint32_t       n_embd_head_k;
     uint32_t       n_embd_head_v;
@@ -154,7 +155,7 @@ struct mixedkv_stats {
     uint64_t bytes_cold;
     uint64_t bytes_hot;        // as allocated
     uint64_t bytes_given_back; // beside these, what the system has back while windows are shorter
-    uint64_t bytes_view;       // of the compute buffers: the F16 view of a layer's rows, 0 if every layer is fused
+    uint64_t bytes_view;       // of the compute buffers: the F16 view of a layer's rows, 0 if no layer has one
     uint64_t bytes_compute;    // all compute buffers of the context
 };
 

@@ -46,6 +46,7 @@ std::vector<mixedkv_layer_info> llama_kv_rows_layers(const llama_kv_cache & kv, 
         info.mixed         = mixed && mixed->is_mixed();
         info.fused         = mixed && mixed->get_readers().is_fused(layer.il);
         info.on_device     = mixed && mixed->get_readers().is_on_device(layer.il);
+        info.in_place      = mixed && mixed->get_readers().is_in_place(layer.il);
         info.n_head_kv     = hparams.n_head_kv(layer.il);
         info.n_embd_head_k = hparams.n_embd_head_k(layer.il);
         info.n_embd_head_v = layer.v ? hparams.n_embd_head_v(layer.il) : 0; // MLA: keys only

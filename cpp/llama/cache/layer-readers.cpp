@@ -1,10 +1,13 @@
 #include "cache/layer-readers.h"
 
 #include "graph/guard.h"
+#include "graph/in-place.h"
 #include "graph/node.h"
 #include "rows/access.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -20,12 +23,18 @@ static llama_kv_layer_shape shape_of(const llama_hparams & hparams, uint32_t il,
     return res;
 }
 
+// For tests: off until it is known what corrupts the heap of a device in software, see docs/decisions/127
+static bool reads_in_place() {
+    const char * value = std::getenv("MIXEDKV_IN_PLACE");
+    return value && strcmp(value, "1") == 0;
+}
+
 static ggml_backend_dev_t device_of(const ggml_tensor * rows) {
     return ggml_backend_buft_get_device(ggml_backend_buffer_get_type(rows->buffer));
 }
 
-llama_kv_layer_readers::llama_kv_layer_readers(
-        const llama_kv_cache & cold, const llama_hparams & hparams, const llama_kv_row_basis & basis, mixedkv_attention attention) :
+llama_kv_layer_readers::llama_kv_layer_readers(const llama_kv_cache & cold, const llama_hparams & hparams, const llama_kv_row_basis & basis,
+        mixedkv_attention attention, bool has_hot) :
     cold(cold) {
     const bool may_fuse = attention != MIXEDKV_ATTENTION_MERGED;
 
@@ -40,12 +49,14 @@ llama_kv_layer_readers::llama_kv_layer_readers(
         layer res;
         res.on_device   = may_fuse && has_node && !has_bias;
         res.fused       = res.on_device || (may_fuse && host);
+        res.in_place    = may_fuse && reads_in_place() && has_hot && !host && !res.fused && !has_bias && rows.v && llama_kv_in_place_runs_on(dev, rows.k, rows.v,
+                hparams.n_embd_head_k(rows.il), hparams.n_embd_head_v(rows.il), hparams.n_head(rows.il), hparams.n_head_kv(rows.il));
         res.gathers_k   = gathers && !has_bias;
         res.gathers_v   = gathers;
         res.last_reader = -1;
         layers.push_back(res);
 
-        if (attention == MIXEDKV_ATTENTION_FUSED && !res.fused) {
+        if (attention == MIXEDKV_ATTENTION_FUSED && !res.fused && !res.in_place) {
             throw std::runtime_error("attention 'fused' needs the KV cache in CPU memory, or on a CUDA device that has kernels for its "
                     "heads and types and no biases of K, but layer " + std::to_string(rows.il) + " has it elsewhere: use attention "
                     "'merged', or offload_kqv = false");

@@ -1,7 +1,7 @@
 #pragma once
 
 // Which node reads the rows of each layer of a cache. The fused node reads them as they lie, on the CPU or on the device that has
-// them. Elsewhere attention of a backend reads a merged view: an F16 copy of all rows, made in the graph (cache/mixed-view.cpp).
+// them. On Vulkan llama.cpp's own shaders can (graph/in-place.h), which only tests ask for yet. Elsewhere attention of a backend reads a merged view: an F16 copy of all rows, made in the graph (cache/mixed-view.cpp).
 //
 // llama_kv_cache_mixed composes one, and it never changes: graphs are built by it. Others reach it through
 // llama_kv_cache_mixed::get_readers().
@@ -17,15 +17,22 @@
 
 class llama_kv_layer_readers {
 public:
-    // with its base, which outlives this; throws where attention has to be fused and cannot be
-    llama_kv_layer_readers(
-            const llama_kv_cache & cold, const llama_hparams & hparams, const llama_kv_row_basis & basis, mixedkv_attention attention);
+    // with its base, which outlives this; has_hot: there are F16 rows besides. Throws where attention has to be fused and can
+    // neither be that nor in place
+    llama_kv_layer_readers(const llama_kv_cache & cold, const llama_hparams & hparams, const llama_kv_row_basis & basis,
+            mixedkv_attention attention, bool has_hot);
 
     // the fused node reads this layer
     bool is_fused(int32_t il) const { return get(il).fused; }
 
     // the device that has its rows computes these nodes
     bool is_on_device(int32_t il) const { return get(il).on_device; }
+
+    // llama.cpp's own attention on the device that has its rows reads them as they lie
+    bool is_in_place(int32_t il) const { return get(il).in_place; }
+
+    // where there are F16 rows: it is given a view
+    bool is_merged(int32_t il) const { return !is_fused(il) && !is_in_place(il); }
 
     // the fused node reads every layer
     bool is_fused() const;
@@ -58,6 +65,7 @@ private:
     struct layer {
         bool    fused;
         bool    on_device; // of those that are fused
+        bool    in_place;  // of those that are not
         bool    gathers_k;
         bool    gathers_v;
         int32_t last_reader;

@@ -1,6 +1,7 @@
 #include "cache/mixed-context.h"
 
 #include "graph/guard.h"
+#include "graph/in-place.h"
 #include "graph/node.h"
 #include "graph/query-sums.h"
 
@@ -199,7 +200,7 @@ ggml_tensor * llama_kv_cache_mixed_context::cpy_k(ggml_context * ctx, ggml_tenso
     }
 
     // rounded as the ring rounds: a key reads the same in its own ubatch and in the next
-    state.cur[il].k         = cast_cur(ctx, k_cur, readers.gathers_k(il));
+    state.cur[il].k         = cast_cur(ctx, k_cur, readers.gathers_k(il) && !readers.is_in_place(il));
     state.cur[il].ring_idxs = idxs_row(ctx, k_idxs, 1);
 
     return llama_kv_cache_context::cpy_k(ctx, cold, idxs_row(ctx, k_idxs, 0), il);
@@ -260,7 +261,7 @@ ggml_tensor * llama_kv_cache_mixed_context::cpy_v(ggml_context * ctx, ggml_tenso
     }
 
     if (hot.has_rows()) {
-        state.cur[il].v = cast_cur(ctx, v_cur, readers.gathers_v(il));
+        state.cur[il].v = cast_cur(ctx, v_cur, readers.gathers_v(il) && !readers.is_in_place(il));
     }
 
     return llama_kv_cache_context::cpy_v(ctx, v_cur, v_idxs, il);
@@ -301,8 +302,9 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn(
         llama_kv_sum_queries(graph, *kv_mixed, q, il);
     }
 
-    ggml_tensor * res = readers.is_fused(il) ?
-        build_attn_fused(graph, q, k, v, kq_mask, sinks, kq_scale, il) :
+    ggml_tensor * res =
+        readers.is_fused(il)    ? build_attn_fused   (graph, q, k, v, kq_mask, sinks, kq_scale, il) :
+        readers.is_in_place(il) ? build_attn_in_place(graph, q, k, v, kq_mask, sinks, kq_scale, il) :
         llama_kv_cache_context::build_attn(graph, q, k, v, kq_b, kq_mask, sinks, nullptr, kq_scale, il);
 
     if (readers.is_latent(il)) {
@@ -384,6 +386,50 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_fused(
             ggml_backend_sched_set_tensor_backend(graph.sched, cur, backend);
         }
     }
+
+    graph.cb(res, "fattn_mixed", il);
+    ggml_build_forward_expand(graph.gf, res);
+
+    return res;
+}
+
+ggml_tensor * llama_kv_cache_mixed_context::build_attn_in_place(
+        const llm_graph_context & graph,
+        ggml_tensor * q,
+        ggml_tensor * k,
+        ggml_tensor * v,
+        ggml_tensor * kq_mask,
+        ggml_tensor * sinks,
+              float   kq_scale,
+                int   il) const {
+    const auto & hparams = graph.hparams;
+
+    ggml_context * ctx = graph.ctx0;
+
+    if (!state.parted_mask) {
+        state.parted_mask = llama_kv_in_place_mask(ctx, kq_mask, get_n_kv(), hot.get_n_rows());
+    }
+
+    llama_kv_in_place_inputs in;
+    in.q      = q;
+    in.cold_k = k;
+    in.cold_v = v;
+    in.ring_k = hot.get_k(ctx, il, sinfos[i_cur]);
+    in.ring_v = hot.get_v(ctx, il, sinfos[i_cur]);
+    in.cur_k  = get_cur(il).k;
+    in.cur_v  = get_cur(il).v;
+    in.mask   = state.parted_mask;
+    in.sinks  = sinks;
+
+    in.scale         = kq_scale;
+    in.max_bias      = hparams.f_max_alibi_bias;
+    in.logit_softcap = hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f;
+
+    ggml_tensor * res = llama_kv_in_place_attention(ctx, in);
+    if (ggml_backend_t backend = find_backend(graph, il)) {
+        ggml_backend_sched_set_tensor_backend(graph.sched, res, backend);
+    }
+    res = ggml_reshape_2d(ctx, res, res->ne[0]*res->ne[1], q->ne[2]);
 
     graph.cb(res, "fattn_mixed", il);
     ggml_build_forward_expand(graph.gf, res);

@@ -89,6 +89,8 @@ private:
         int rotation_k = 0;
         int rotation_v = 0;
 
+        ggml_tensor * parted_mask = nullptr; // of layers that are read in place
+
         // the numbers of the rows that are gathered, I32, and the nodes that other devices would take and cannot compute
         struct {
             ggml_tensor * cold = nullptr; // [n, n_stream]: the cells, then any up to the hot rows and the padding
@@ -114,6 +116,16 @@ private:
     std::vector<int64_t> ring_rows;
 
     ggml_tensor * build_attn_fused(
+            const llm_graph_context & graph,
+            ggml_tensor * q,
+            ggml_tensor * k,
+            ggml_tensor * v,
+            ggml_tensor * kq_mask,
+            ggml_tensor * sinks,
+                  float   kq_scale,
+                    int   il) const;
+
+    ggml_tensor * build_attn_in_place(
             const llm_graph_context & graph,
             ggml_tensor * q,
             ggml_tensor * k,

@@ -88,7 +88,7 @@ ggml_tensor * llama_kv_cache_mixed_context::get_k(ggml_context * ctx, int32_t il
     ggml_tensor * cold    = llama_kv_cache_context::get_k(ctx, il);
     ggml_tensor * subtracted_bias = state.angles.cells && !readers.is_fused(il) ? basis.build_subtracted_bias(ctx, state.angles.cells, il) : nullptr;
 
-    if (readers.is_fused(il) || (!hot.has_rows() && !subtracted_bias)) {
+    if (readers.is_fused(il) || readers.is_in_place(il) || (!hot.has_rows() && !subtracted_bias)) {
         return cold;
     }
     if (readers.gathers_k(il)) {
@@ -103,7 +103,7 @@ ggml_tensor * llama_kv_cache_mixed_context::get_k(ggml_context * ctx, int32_t il
 ggml_tensor * llama_kv_cache_mixed_context::get_v(ggml_context * ctx, int32_t il) const {
     ggml_tensor * cold = llama_kv_cache_context::get_v(ctx, il);
 
-    if (!hot.has_rows() || readers.is_fused(il)) {
+    if (!hot.has_rows() || readers.is_fused(il) || readers.is_in_place(il)) {
         return cold;
     }
     if (readers.gathers_v(il)) {

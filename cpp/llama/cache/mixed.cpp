@@ -48,7 +48,7 @@ void llama_kv_cache_mixed::set_up() {
 
     uint32_t n_views = 0;
     for (const auto & layer : layers) {
-        if (hot.has_rows() && !readers.is_fused(layer.il)) {
+        if (hot.has_rows() && readers.is_merged(layer.il)) {
             llama_kv_guard_flash(readers.get_device(layer.il), hparams, layer.il);
             ++n_views;
         }
@@ -305,7 +305,7 @@ size_t llama_kv_cache_mixed::get_view_bytes() const {
     size_t res = 0;
 
     for (size_t ikv = 0; hot.has_rows() && ikv < layers.size(); ++ikv) {
-        if (!readers.is_fused(layers[ikv].il)) {
+        if (readers.is_merged(layers[ikv].il)) {
             // F16 rows of K and V; where they are not gathered V's are F32 before, and K's were
             const size_t n_rows = GGML_PAD(get_size() + hot.get_n_rows(), n_pad_view)*n_stream;
             const size_t k      = layers[ikv].k->ne[0]*sizeof(ggml_fp16_t);

@@ -36,7 +36,8 @@ public:
     template <typename... Args>
     explicit llama_kv_cache_mixed(const mixedkv_config & config, Args &&... args) :
         llama_kv_cache(std::forward<Args>(args)...), config(config), hot(*this, hparams, config),
-        basis(*this, model, hparams, config.mixed), readers(*this, hparams, basis, config.attention), placement(n_seq_max) {
+        basis(*this, model, hparams, config.mixed), readers(*this, hparams, basis, config.attention, hot.has_rows()),
+        placement(n_seq_max) {
         set_up();
     }
 

@@ -149,7 +149,8 @@ static void add_layers(layer_facts & facts, const llama_kv_cache & kv) {
         facts.types[il]        = pair_of(ggml_type_name(type_k), ggml_type_name(type_v));
         facts.rotations[il]    = layer.v ? rotation : std::to_string(llama_kv_rows_rotation(kv, true));
         facts.scales[il]       = fused && has_least_error(*mixed, type_k, type_v) ? "least-error" : "ggml";
-        facts.attention[il]    = fused ? "fused" : mixed && mixed->get_hot().has_rows() ? "merged" : "llama.cpp";
+        facts.attention[il]    = fused ? "fused" : mixed && mixed->get_readers().is_in_place(il) ? "in-place" :
+                mixed && mixed->get_hot().has_rows() ? "merged" : "llama.cpp";
         facts.equalization[il] = mixed ? mixed->get_basis().get_scales_id(il) : 0;
     }
 }

@@ -23,6 +23,7 @@ class LayerStats:
     mixed: bool
     fused: bool
     on_device: bool
+    in_place: bool
     n_head_kv: int
     head_size_k: int
     head_size_v: int
@@ -53,7 +54,9 @@ class LayerStats:
 
     @property
     def attention(self) -> str:
-        """Names who reads the rows: "fused" or "fused (cuda)", "merged", or "llama.cpp" as they are."""
+        """Names who reads the rows: "fused", "fused (cuda)", "in place (vulkan)", "merged" or "llama.cpp"."""
+        if self.in_place:
+            return "in place (vulkan)"
         if self.fused:
             return "fused (cuda)" if self.on_device else "fused"
         return "merged" if self.mixed else "llama.cpp"

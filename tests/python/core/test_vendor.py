@@ -256,7 +256,7 @@ def test_patches_hold_call_sites() -> None:
     patches = {path.stem: path.read_text() for path in (REPOSITORY / "vendor" / "patches").glob("*.patch")}
     ours = [text for name, text in patches.items() if name not in {path.stem for path in MENDS}]
     lines = [line for text in ours for line in text.splitlines()]
-    assert sum(line.startswith("+") and not line.startswith("+++ ") for line in lines) <= 112
+    assert sum(line.startswith("+") and not line.startswith("+++ ") for line in lines) <= 140
 
 
 @pytest.mark.parametrize("text", MENDS, ids=lambda path: path.stem)

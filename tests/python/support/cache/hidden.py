@@ -10,7 +10,7 @@ import pytest
 
 @contextmanager
 def hidden(**settings: str) -> Iterator[None]:
-    """Set them: `equalize="0"`, `rounding="8"` or "16", `hot_budget` F16 rows or "all"."""
+    """Set them: `equalize="0"`, `rounding="8"` or "16", `hot_budget` F16 rows or "all", `in_place="1"`."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in settings.items():
             patch.setenv(f"MIXEDKV_{name.upper()}", value)

@@ -1,0 +1,40 @@
+#pragma once
+
+// Attention of a device through llama.cpp's own shaders, which read cold rows, ring and ubatch as they lie: one node that
+// vendor/patches/25-vulkan-attention.patch has ggml-vulkan compute (cpp/attention/vulkan/nodes.cpp). All else of such a layer is
+// llama.cpp's: the graph rotates and scales, and stores rows by SET_ROWS.
+
+#include "ggml-backend.h"
+#include "ggml.h"
+
+#include <cstdint>
+
+struct llama_kv_in_place_inputs {
+    ggml_tensor * q      = nullptr; // F32 [n_embd_head_k, n_head, n_tokens]
+    ggml_tensor * cold_k = nullptr; // as the cache stores them [n_embd_head, n_head_kv, n_kv, n_stream]
+    ggml_tensor * cold_v = nullptr;
+    ggml_tensor * ring_k = nullptr; // F16 [n_embd_head, n_head_kv, n_ring, n_stream]
+    ggml_tensor * ring_v = nullptr;
+    ggml_tensor * cur_k  = nullptr; // F16 [n_embd_head, n_head_kv, n_tokens], contiguous
+    ggml_tensor * cur_v  = nullptr;
+    ggml_tensor * mask   = nullptr; // from llama_kv_in_place_mask
+    ggml_tensor * sinks  = nullptr; // nullptr: the layer has none
+
+    float scale         = 1.0f;
+    float max_bias      = 0.0f;
+    float logit_softcap = 0.0f;
+};
+
+// returns F32 [n_embd_head_v, n_head, n_tokens/n_stream, n_stream]
+ggml_tensor * llama_kv_in_place_attention(ggml_context * ctx, const llama_kv_in_place_inputs & in);
+
+// The mask [n_mask, n_tokens/n_stream, 1, n_stream] in parts, one for each tensor of rows: shaders read rows of a mask as one
+// after the other. It has columns for n_kv cold rows, then n_ring of the ring, then the ubatch.
+ggml_tensor * llama_kv_in_place_mask(ggml_context * ctx, ggml_tensor * mask, int64_t n_kv, int64_t n_ring);
+
+// whether the device computes this node for a layer with these rows [n_embd_gqa, kv_size, n_stream]
+bool llama_kv_in_place_runs_on(
+        ggml_backend_dev_t dev,
+        ggml_tensor * cold_k, ggml_tensor * cold_v,
+        int64_t n_embd_head_k, int64_t n_embd_head_v,
+        int64_t n_head, int64_t n_head_kv);

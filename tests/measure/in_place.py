@@ -1,0 +1,112 @@
+"""What reading both tiers in place saves on a device: bytes by count, buffers, and times beside other caches.
+
+python in_place.py                           bytes of attention for a token, by formula
+MIXEDKV_IN_PLACE=1 python in_place.py --model random.gguf     and memory and times, on this device
+
+Times are medians of rounds in which the caches take turns. On a device in software (Mesa's lavapipe) they say
+nothing of a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+from mixedkv import Llama
+from mixedkv.config.mixed import type_bits
+from mixedkv.sizes import format_bytes
+
+DEPTHS = (4096, 32_768, 131_072)
+CACHES = {
+    "f16": "f16",
+    "q4_0": "q4_0",
+    "merged": "mixed:attention=merged",
+    "in place": "mixed",
+}
+
+
+def counted(n: int, n_embd: int, n_hot: int) -> dict[str, int]:
+    """Return the bytes that one layer's attention reads and writes for one token behind `n` others.
+
+    Args:
+        n_embd: elements of a row of K, and of one of V.
+        n_hot: F16 rows of the ring and of the micro-batch, padding among them.
+    """
+    f16, cold = (int(2 * n_embd * type_bits(kind) / 8) for kind in ("f16", "q4_0"))
+    return {
+        "f16": n * f16,
+        "q4_0": n * cold,
+        # rows become F16, hot ones are copied beside them, and attention reads them all
+        "merged": n * cold + n * f16 + 2 * n_hot * f16 + (n + n_hot) * f16,
+        "in place": n * cold + n_hot * f16,
+    }
+
+
+def formula(args: argparse.Namespace) -> Iterator[str]:
+    yield f"| one layer, {args.n_head_kv} KV heads of {args.head_size}; times f16 | {' | '.join(CACHES)} |"
+    yield "|---|" + "---|" * len(CACHES)
+    for n in DEPTHS:
+        bytes_ = counted(n, args.n_head_kv * args.head_size, args.n_hot)
+        cells = [f"{format_bytes(bytes_[name])}, {bytes_[name] / bytes_['f16']:.2f}" for name in CACHES]
+        yield f"| {n:,} | {' | '.join(cells)} |"
+
+
+def decode_seconds(llm: Llama, n: int, n_gen: int) -> float:
+    """Return how long a token takes behind `n` others."""
+    began = time.perf_counter()
+    for i in range(n_gen):
+        llm.eval([3 + i % 40])
+    seconds = (time.perf_counter() - began) / n_gen
+    llm._ctx.kv_cache_seq_rm(-1, n, -1)
+    llm.n_tokens = n
+    return seconds
+
+
+def measured(args: argparse.Namespace) -> Iterator[str]:
+    options = {"n_ctx": args.n_prompt + 512, "n_gpu_layers": -1, "flash_attn": True, "verbose": False}
+    with ExitStack() as stack:
+        llms = {name: stack.enter_context(Llama(args.model, kv=kv, **options)) for name, kv in CACHES.items()}
+        yield "| | " + " | ".join(CACHES) + " |"
+        yield "|---|" + "---|" * len(CACHES)
+        for label, key in (("cache", "bytes_total"), ("view", "bytes_view"), ("compute", "bytes_compute")):
+            cells = [format_bytes(getattr(llm.kv.stats(), key)) for llm in llms.values()]
+            yield f"| {label} | {' | '.join(cells)} |"
+        tokens = [3 + i % 40 for i in range(args.n_prompt)]
+        prompts: dict[str, float] = {}
+        for name, llm in llms.items():
+            began = time.perf_counter()
+            llm.eval(tokens)
+            prompts[name] = time.perf_counter() - began
+        rounds: dict[str, list[float]] = {name: [] for name in llms}
+        for _ in range(args.repeats):
+            for name, llm in llms.items():
+                rounds[name].append(decode_seconds(llm, args.n_prompt, args.n_gen))
+        decode = {name: statistics.median(times) for name, times in rounds.items()}
+        for label, times in (("a prompt", prompts), ("one by one", decode)):
+            cells = [f"{times[name]:.3f} s, {times['f16'] / times[name]:.2f}" for name in llms]
+            yield f"| {label} of/behind {args.n_prompt:,}: time, rate times f16 | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    plain = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=plain)
+    parser.add_argument("--model", help="a GGUF file, all layers of which go to the device")
+    parser.add_argument("--n-head-kv", type=int, default=8)
+    parser.add_argument("--head-size", type=int, default=128)
+    parser.add_argument("--n-hot", type=int, default=544, help="F16 rows, padding among them")
+    parser.add_argument("--n-prompt", type=int, default=4096)
+    parser.add_argument("--n-gen", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    print("\n".join(formula(args)), flush=True)
+    if args.model:
+        print(flush=True)
+        for line in measured(args):
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
