@@ -1,6 +1,7 @@
 """The table of bits: of each body that this machine can run, whether prompts have the same bits in any cut,
-by types of rows and of weights. `PYTHONPATH=tests/python python
-docs/tools/bits_table.py` prints it as docs/server-guarantees.md has it.
+by types of rows and of weights. It prints the table as docs/server-guarantees.md has it:
+
+    PYTHONPATH=tests/python python docs/tools/bits_table.py
 
 A process runs with one body. The option `--measure FOLDER PROMPTS` is that process: it
 reads rows and writes what it measured as JSON.
@@ -30,7 +31,8 @@ from support import TESTS
 from support.models import zoo
 from support.models.random_model import RandomModel
 
-BODIES = ("amx", "avx512", "avxvnni", "avx2", "neon")  # that people use; the scalar twin is test_cuts'
+# that people use; the scalar twin is test_cuts'
+BODIES = ("amx", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon")
 CACHES = (
     "mixed",
     "mixed:balanced",

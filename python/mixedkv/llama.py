@@ -116,7 +116,8 @@ class Llama(GuardedLlama):
         return self._metadata
 
     @metadata.setter
-    def metadata(self, metadata: dict[str, str]) -> None:  # by super().__init__, which compiles the templates
+    def metadata(self, metadata: dict[str, str]) -> None:
+        # by llama_cpp.Llama.__init__, which compiles the templates
         self._metadata = readable(metadata)
 
     def __init__(
@@ -181,7 +182,7 @@ class Llama(GuardedLlama):
         with next_context(plan.setting.native(), plan.n_windows):
             try:
                 with assertions:
-                    _llama_cpp.load(self, plan.path, plan.base, weights)
+                    _llama_cpp.load(super().__init__, plan.path, plan.base, weights)
                 if type(self.tokenizer_) is LlamaTokenizer:
                     self.tokenizer_ = _llama_cpp.ModelTokenizer(self)
                 self._pre_tokenizer = _llama_cpp.pre_tokenizer(self)

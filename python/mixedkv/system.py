@@ -22,6 +22,7 @@ HAS_LEASES = hasattr(fcntl, "F_SETLEASE")
 HAS_OWNERS = hasattr(os, "geteuid")
 """Whether a file's mode says who may read it."""
 HAS_UNIX_SOCKETS = hasattr(socket, "AF_UNIX")
+"""Whether programs of one machine can talk through a path."""
 
 
 def lock(file: IO[bytes], wait: bool = True) -> None:
@@ -34,7 +35,8 @@ def lock(file: IO[bytes], wait: bool = True) -> None:
 
 
 def take_lease(fd: int) -> None:
-    """Let a program that opens the file for writing wait until `end_lease`. The caller ignores SIGIO before.
+    """Let a program that opens the file for writing wait until `end_lease`, or for lease-break-time (45 s).
+    The caller ignores SIGIO before.
 
     Raises:
         OSError: the file system has no leases, or the file is another user's or open for writing.
@@ -48,6 +50,7 @@ def lease_is_broken(fd: int) -> bool:
 
 
 def end_lease(fd: int) -> None:
+    """Let a program that waits for the file go on."""
     fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
 
 

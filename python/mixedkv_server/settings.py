@@ -376,6 +376,8 @@ class ServerSettings(ServiceSettings):
             )
         if self.speculation == "mtp" and (self.stream_layers or self.memory):
             raise ValueError("speculation=mtp and stream_layers or memory: leave one out")
+        if self.store_key_file and not system.HAS_OWNERS:
+            raise ValueError("store_key_file: this system does not tell who may read a file: leave it out")
         if self.store_key_file and not (self.store or self.store_remote):
             raise ValueError(
                 "store_key_file: there is nothing to encrypt, give store_remote or a folder for the store too"

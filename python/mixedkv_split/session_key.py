@@ -18,6 +18,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hpke
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
+from mixedkv import system
 from mixedkv.atomic_write import write_atomically
 from mixedkv.limits import INT32_MAX
 from mixedkv_split import wire
@@ -115,6 +116,8 @@ class SessionFile:
         """
         try:
             with open(path, "rb") as file:
+                if not system.HAS_OWNERS:
+                    raise PermissionError(f"{path}: this system does not tell who may read a key in a file")
                 if os.fstat(file.fileno()).st_mode & 0o077:
                     raise PermissionError(f"{path} has a key in it that others can read: chmod 600 it")
                 data = file.read(_MAX_BYTES)

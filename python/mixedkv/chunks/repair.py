@@ -86,7 +86,7 @@ def at_seams(segments: Sequence[Segment], n: int, *, first: int, last: int) -> M
 
 
 def benefit(looks: Floats, segments: Sequence[Segment], overlap: int) -> Floats:
-    """Return the worth of evaluating each token, float32 [n]: how far its row is expected to be off, which
+    """Return the benefit of evaluating each token, float32 [n]: how far its row is expected to be off, which
     falls with the distance from the beginning of its segment, times how much it is looked at. Tokens that the
     question passes over count like those it looks at on average: others look at them.
 

@@ -176,18 +176,20 @@ class _Borrowed:
 
 
 def load(
-    llm: llama_cpp.Llama, path: str, options: Mapping[str, Any], weights: llama_cpp.Llama | None
+    init: Callable[..., None], path: str, options: Mapping[str, Any], weights: llama_cpp.Llama | None
 ) -> None:
-    """Call the base class's `__init__`. With the `weights` of another `Llama` it reads no file: the function
-    runs with a global `internals` of its own, whose model is the other one's.
+    """Call `init`, the base class's `__init__` of a `Llama`. With the `weights` of another `Llama` it reads no
+    file: the function runs with a global `internals` of its own, whose model is the other one's.
     """
-    init: Any = llama_cpp.Llama.__init__
     if weights is not None:
+        method: Any = init
+        function = method.__func__
         borrowed = {**vars(_internals), "LlamaModel": lambda **_: _Borrowed(weights._model)}
-        names = {**init.__globals__, "internals": SimpleNamespace(**borrowed)}
-        defaults, init = init.__kwdefaults__, FunctionType(init.__code__, names, argdefs=init.__defaults__)
-        init.__kwdefaults__ = defaults
-    init(llm, path, **options)
+        names = {**function.__globals__, "internals": SimpleNamespace(**borrowed)}
+        own = FunctionType(function.__code__, names, argdefs=function.__defaults__)
+        own.__kwdefaults__ = function.__kwdefaults__
+        init = own.__get__(method.__self__)
+    init(path, **options)
 
 
 def free_sampler(llm: llama_cpp.Llama) -> None:

@@ -66,8 +66,8 @@ def key_from_file(path: str | os.PathLike[str]) -> KeySource:
     def read() -> bytes:
         if not system.HAS_OWNERS:
             raise PermissionError(
-                f"master key: this system does not tell who may read {path}. Give the key in a variable of "
-                "the environment (env:NAME)"
+                f"master key: this system does not tell who may read {path}. Give --key env:NAME, or in "
+                "Python key_from_environment('NAME')"
             )
         with open(path, "rb") as file:
             info = os.fstat(file.fileno())
@@ -250,7 +250,7 @@ def check_key_id(stored: set[str], given: str, folder: object) -> None:
 
 
 def encrypt(key: Any, buffers: Sequence[memoryview], context: bytes) -> Iterator[bytes]:
-    """Encrypt a file in buffers. `key` is used for this file only, which `context` names."""
+    """Encrypt a file, given as buffers. `key` is used for this file only, which `context` names."""
     size = sum(len(buffer) for buffer in buffers)
     header = HEADER.pack(_MAGIC, VERSION, CHUNK, size)
     yield header

@@ -30,7 +30,7 @@ class TenantBytes:
         return more <= max(left_of_all, left_of_share)
 
     def hold(self, tenant: str, more: int, *, total: int | None = None) -> None:
-        """Count more bytes of a request. While its `total`, these unless given, is small, they always fit.
+        """Count more bytes of a request. A small one, of `total` bytes or else of `more`, always fits.
 
         Raises:
             Exception: the refusal, as the tenant has no room.

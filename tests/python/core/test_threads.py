@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mixedkv import Llama
+from mixedkv import Llama, system
 from mixedkv.bundled import model_path
 from support import TESTS
 from support.patience import PATIENCE
@@ -144,7 +144,7 @@ def idle_cpu_time(llm: Llama) -> float:
 @pytest.mark.needs("two cores")
 def test_threads_beyond_the_cores_do_not_wait_busily() -> None:
     """They took the cores from those that work: decoding was a fifth slower than with the stock library."""
-    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 2
+    n_cores = system.usable_cpus()
     with make(n_cores) as as_many, make(2 * n_cores) as more:
         assert idle_cpu_time(more) < idle_cpu_time(as_many) / 2
 

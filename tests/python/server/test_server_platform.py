@@ -11,6 +11,7 @@ import pytest
 
 from mixedkv import system
 from mixedkv_server import engines
+from mixedkv_server.settings import ServerSettings
 
 pytestmark = pytest.mark.core
 
@@ -48,6 +49,12 @@ def test_without_leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert not watch._changes()
         model.write_bytes(b"GGUF and more")
         assert watch._changes()
+
+
+def test_keys_in_files_are_refused_without_owners(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "HAS_OWNERS", False)
+    with pytest.raises(ValueError, match=r"store_key_file.*leave it out"):
+        ServerSettings(store="kv-cache", store_key_file="key")
 
 
 _MODULES = """

@@ -12,19 +12,13 @@ from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
+from mixedkv import system
 from support.cache.stock_library import stock_library
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
 
 # what it is: whether the machine has it, and what is missing otherwise
 NEEDS: dict[str, tuple[Callable[[], object], str]] = {
-    "real model": (
-        lambda: True,
-        "",
-    ),  # fixtures named `real_model`... download it, and skip where they cannot
+    # fixtures named `real_model`... download it, and skip where they cannot
+    "real model": (lambda: True, ""),
     "redis": (
         lambda: find_spec("redis") and (shutil.which("valkey-server") or shutil.which("redis-server")),
         "no redis-server on the path, or no package redis: apt-get install redis-server, pip install redis",
@@ -46,7 +40,7 @@ NEEDS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: hasattr(os, "geteuid") and os.geteuid() == 0,
         "runs as root alone: it gives files away or makes control groups",
     ),
-    "two cores": (lambda: _cores() > 1, "two threads need two cores"),
+    "two cores": (lambda: system.usable_cpus() > 1, "two threads need two cores"),
     "terminal": (lambda: sys.platform != "win32", "no pseudo-terminals here"),
     "POSIX": (lambda: os.name != "nt", "signals and pipes of POSIX"),
     "Linux": (lambda: sys.platform == "linux", "of Linux alone"),

@@ -6,9 +6,9 @@ is a miss: every question has a time-out, and after three failures nobody asks f
 
 Entries are found by the hashes of their tokens, without a shared index:
 
-    at/HASH             content hash of the last entry that was stored over this block boundary
-    entry/CONTENT       the entry's row, and how its file is cut
-    part/ID/I          part I of its file, as it would lie on a disk
+    v1/at/HASH          content hash of the last entry that was stored over this block boundary
+    v1/entry/CONTENT    the entry's row, and how its file is cut
+    v1/piece/ID/I       part I of its file, as it would lie on a disk
 
 A boundary has a name if those before it in the same prompt have one, so a few questions find the last. What
 is missing or of another is a miss: an entry is written before the boundaries that name it, its parts before
@@ -56,7 +56,7 @@ from mixedkv.store.sealing import unseal
 from mixedkv.tokens import Tokens
 
 _VERSION = 1
-PART_BYTES = 2 << 20  # bytes of a part: larger ones are not faster, smaller ones are
+PART_BYTES = 2 << 20  # bytes of a part: larger ones are not faster, smaller ones are slower
 _MAX_PARTS = 1 << 20
 _HEX = ("content", "identity", "key")  # bytes in JSON
 _AHEAD = 64  # entries that are asked for together with the one that builds on them
