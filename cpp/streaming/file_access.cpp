@@ -136,11 +136,10 @@ int fetch(void * mapped, size_t size) {
 #endif
 }
 
-void * allocate_pages(size_t size) {
+void * allocate_pages(size_t size, [[maybe_unused]] bool is_sparse) {
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS;
 #ifdef MAP_NORESERVE
-    constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-#else
-    constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS;
+    flags |= is_sparse ? MAP_NORESERVE : 0;
 #endif
     void * const at = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, -1, 0);
     return at == MAP_FAILED ? nullptr : at;

@@ -44,7 +44,8 @@ int fetch(void * mapped, size_t size);
 
 // Zeros, which take memory once they are written to; null where there are no more. On Windows they count against the
 // system's commit limit at once.
-void * allocate_pages(size_t size);
+// is_sparse: most of them are never written to, and on Linux they are not reserved.
+void * allocate_pages(size_t size, bool is_sparse);
 void   free_pages(void * memory, size_t size);
 
 // Memory that is used all at once.

@@ -118,7 +118,7 @@ int fetch(void * mapped, size_t size) {
     return 0;
 }
 
-void * allocate_pages(size_t size) {
+void * allocate_pages(size_t size, bool) {
     return VirtualAlloc(nullptr, size, MEM_RESERVE | MEM_COMMIT, PAGE_READWRITE);
 }
 

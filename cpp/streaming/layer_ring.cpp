@@ -105,7 +105,7 @@ void layer_ring::start() {
     if (settings.mode == ring_mode::direct) {
         const size_t size = (largest + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
         n_memory          = slots.size() * size + HUGE_PAGE; // to align
-        memory            = static_cast<uint8_t *>(allocate_pages(n_memory));
+        memory            = static_cast<uint8_t *>(allocate_pages(n_memory, false));
         if (!memory) {
             throw std::bad_alloc();
         }

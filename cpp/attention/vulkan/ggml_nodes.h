@@ -12,9 +12,9 @@ struct mixedkv_vk_splits {
     uint32_t first = 0; // those of the groups before it
     uint32_t total = 0; // of all groups; 0: only n is asked for
 
-    // Whether that is all that is asked for.
-    bool is_plan(uint32_t n_chosen) {
-        n = n_chosen;
+    // Whether that is all that is asked for. llama.cpp chooses 0 where it does not split: that is one.
+    bool is_plan(uint32_t & n_chosen) {
+        n = n_chosen = n_chosen > 0 ? n_chosen : 1;
         return total == 0;
     }
 

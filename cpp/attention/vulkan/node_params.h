@@ -1,4 +1,4 @@
-// What a node that attends to several tensors of rows says of them: cpp/llama/graph/node-tiers.cpp makes it, nodes.cpp
+// What a node that attends to several tensors of rows says of them: cpp/llama/graph/in-place.cpp makes it, nodes.cpp
 // reads it.
 
 #pragma once

@@ -61,6 +61,7 @@ void mixedkv_vk_attend(ggml_backend_vk_context * ctx, vk_context & subctx, ggml_
         groups[i].first = total;
         total += groups[i].n;
     }
+    GGML_ASSERT(total >= n_keys);
     GGML_ASSERT(groups[n_keys - 1].first < mixedkv_vk_splits::most);
 
     for (int i = 0; i < n_keys; ++i) {

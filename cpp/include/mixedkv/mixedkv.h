@@ -303,7 +303,7 @@ LLAMA_API enum mixedkv_status mixedkv_release_hot_rows(struct llama_context * ct
 LLAMA_API enum mixedkv_status mixedkv_hold_hot_rows(struct llama_context * ctx, int32_t seq_id);
 
 // How many sequences of a unified context layers with a sliding window have room for, of the next ones that this thread
-// makes; 0: for all, as upstream. Who asks for less lets go of windows of idle sequences.
+// makes; 0: for all, as upstream. With a limit, the caller drops the windows of idle sequences.
 LLAMA_API void mixedkv_limit_sliding(uint32_t n_windows);
 
 // Layers with a sliding window let go of all rows of a sequence, whose other rows stay: see mixedkv_restore_window().

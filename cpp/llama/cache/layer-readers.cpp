@@ -23,7 +23,7 @@ static llama_kv_layer_shape shape_of(const llama_hparams & hparams, uint32_t il,
     return res;
 }
 
-// For tests: off until it is known what corrupts the heap of a device in software, see docs/decisions/127
+// For tests: off until a GPU has run it, see docs/decisions/127
 static bool reads_in_place() {
     const char * value = std::getenv("MIXEDKV_IN_PLACE");
     return value && strcmp(value, "1") == 0;

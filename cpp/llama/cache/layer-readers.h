@@ -1,7 +1,8 @@
 #pragma once
 
-// Which node reads the rows of each layer of a cache. The fused node reads them as they lie, on the CPU or on the device that has
-// them. On Vulkan llama.cpp's own shaders can (graph/in-place.h), which only tests ask for yet. Elsewhere attention of a backend reads a merged view: an F16 copy of all rows, made in the graph (cache/mixed-view.cpp).
+// Which node reads the rows of each layer of a cache. The fused node reads them as they lie, on the CPU or on a CUDA device. On
+// Vulkan llama.cpp's own shaders can too (graph/in-place.h); only tests turn that on. Otherwise attention of a backend reads a
+// merged view: an F16 copy of all rows, made in the graph (cache/mixed-view.cpp).
 //
 // llama_kv_cache_mixed composes one, and it never changes: graphs are built by it. Others reach it through
 // llama_kv_cache_mixed::get_readers().

@@ -4,8 +4,8 @@
 // the same, but for rounding, where their settings are. It is text, so that a block can carry it and a reader can see what
 // differs: docs/decisions/100-a-row-says-how-it-was-computed.md.
 //
-// Who calls it, holding the context's lock: llama_step and the C API, which tell llama_kv_validity what rows are computed under; functions of llama_context
-// that change adapters (vendor/patches/24-live-settings.patch).
+// Called under the context's lock: by llama_step and the C API, which tell llama_kv_validity what rows are computed under, and by
+// functions of llama_context that change adapters (vendor/patches/24-live-settings.patch).
 
 #include <cstdint>
 #include <mutex>

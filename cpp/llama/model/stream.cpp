@@ -57,7 +57,7 @@ ggml_backend_buffer_t buffer_alloc(ggml_backend_buffer_type_t buft, size_t size)
     const size_t n = std::max<size_t>(size, 1);
 
     // pages that nobody writes to take no memory
-    void * base = mixedkv::allocate_pages(n);
+    void * base = mixedkv::allocate_pages(n, true);
     if (!base) {
         return nullptr;
     }

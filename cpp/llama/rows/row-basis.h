@@ -26,7 +26,7 @@ public:
     // scales as tensors, for fused nodes on devices
     void alloc_scales();
 
-    // all that a graph needs which changes rows by itself
+    // tensors of scales and biases, for graphs that change rows by themselves
     void alloc_for_graph();
 
     // the context that computes on the cache, before its first step

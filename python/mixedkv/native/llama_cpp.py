@@ -178,8 +178,8 @@ class _Borrowed:
 def load(
     init: Callable[..., None], path: str, options: Mapping[str, Any], weights: llama_cpp.Llama | None
 ) -> None:
-    """Call `init`, the base class's `__init__` of a `Llama`. With the `weights` of another `Llama` it reads no
-    file: the function runs with a global `internals` of its own, whose model is the other one's.
+    """Call `init`, the base class's `__init__` of a `Llama`. With the `weights` of another it reads no file:
+    the function runs with a global `internals` of its own, whose model is the other one's.
     """
     if weights is not None:
         method: Any = init
