@@ -53,8 +53,11 @@ def test_many_prompts_at_once(engine: Engine) -> None:
     answers = [engine.submit(recall.prompt, **GREEDY) for recall in RECALLS]
     assert right([answer.text for answer in answers]) >= 5
     assert all(answer.result().reason == "stop" for answer in answers)
+    # together they may have taken F16 rows from each other, and such rows are not reused
+    alone = engine.submit(RECALLS[0].prompt, **GREEDY)
+    assert alone.text == RECALLS[0].fact.answer
     again = engine.submit(RECALLS[0].prompt, **GREEDY)
-    assert again.text == answers[0].text
+    assert again.text == alone.text
     assert again.job.n_cached == again.job.n_prompt - 1
 
 
