@@ -7,6 +7,7 @@ sequence that shares the document's rows.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -62,6 +63,8 @@ class TasksRow(CacheRow):
         f"tokens until greedy text differs from the reference's, mean of {_GREEDY}"
     )
     same_texts: float | None = measured("share of these texts that agree to the end")
+    read_cpu_s: float | None = measured("CPU seconds for reading the documents")
+    answer_cpu_s: float | None = measured("CPU seconds for the questions, their answers and the texts")
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ class _Said:
     """The answers of one setting, in the order of the cases and their prompts."""
 
     items: list[tuple[TaskItem | None, list[int], bool]] = field(default_factory=list)
+    read_cpu_s: float = 0.0
+    answer_cpu_s: float = 0.0
 
 
 def make_cases(model: LoadedModel, options: Options, depth: int) -> list[_Case]:
@@ -176,8 +181,12 @@ def _ask(bench: Bench, setting: Setting, depth: int, cases: Sequence[_Case]) -> 
             for case in cases:
                 bench.progress.show(f"answers, {depth} deep: {setting.name}")
                 context.clear()
+                began = time.process_time()
                 context.feed(case.document)
+                read = time.process_time()
                 said.items += _answers(context, case)
+                said.read_cpu_s += read - began
+                said.answer_cpu_s += time.process_time() - read
                 bench.progress.step()
     except CannotRunError as error:
         row["error"] = str(error)
@@ -244,6 +253,8 @@ def _summary(said: _Said, want: _Said) -> dict[str, Any]:
         "tasks": [_part(name, pairs) for name in names],
         "same_tokens": float(np.mean(same)),
         "same_texts": float(np.mean(np.equal(same, _GREEDY))),
+        "read_cpu_s": said.read_cpu_s,
+        "answer_cpu_s": said.answer_cpu_s,
     }
 
 
@@ -268,7 +279,7 @@ def _n_same(a: Sequence[int], b: Sequence[int]) -> int:
 
 def _cells(rows: Sequence[TasksRow]) -> Cells:
     names = list(dict.fromkeys(part.task for row in rows for part in row.tasks or ()))
-    head = ["cache", "bits", *names, "all kept", "95%", "greedy agrees"]
+    head = ["cache", "bits", *names, "all kept", "95%", "greedy agrees", "CPU s, read", "answers"]
     return [head] + [
         [row.name, number(row.bits_per_element, ".2f"), *_task_cells(row, names)] for row in rows
     ]
@@ -276,7 +287,7 @@ def _cells(rows: Sequence[TasksRow]) -> Cells:
 
 def _task_cells(row: TasksRow, names: Sequence[str]) -> list[str]:
     if not row.tasks:
-        return [NONE] * (len(names) + 3)
+        return [NONE] * (len(names) + 5)
     parts = {part.task: part for part in row.tasks}
     cells = [
         f"{part.correct}/{part.n}" if row.control else f"{part.n_kept}/{part.n_reference}"
@@ -285,7 +296,14 @@ def _task_cells(row: TasksRow, names: Sequence[str]) -> list[str]:
     kept, of = sum(part.n_kept for part in row.tasks), sum(part.n_reference for part in row.tasks)
     low, high = wilson(kept, of)
     share = f"{kept}/{of}"
-    return [*cells, share, f"{low:.1%} to {high:.1%}", f"{row.same_tokens or 0:.0f} of {_GREEDY} tokens"]
+    return [
+        *cells,
+        share,
+        f"{low:.1%} to {high:.1%}",
+        f"{row.same_tokens or 0:.0f} of {_GREEDY} tokens",
+        number(row.read_cpu_s, ".0f"),
+        number(row.answer_cpu_s, ".0f"),
+    ]
 
 
 TABLE = Table(

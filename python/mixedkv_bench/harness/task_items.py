@@ -10,13 +10,14 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from random import Random
 
 from mixedkv_bench.harness import sample_text
 from mixedkv_bench.harness.real_text import read_real_text
 
 RECALL = "recall"  # of the bundled model alone, which was taught to answer
-TASKS = ("lookup", "needles", "quote", "json", "sums", "format", "code")
+TASKS = ("lookup", "needles", "quote", "json", "sums", "format", "code", "fill", "chat")
 _PLACES = (
     "mill", "harbor", "library", "bakery", "castle", "museum", "station", "garden", "tower", "market",
     "school", "theater", "brewery", "chapel", "stable", "quarry", "lighthouse", "dairy", "forge", "orchard",
@@ -35,6 +36,10 @@ _QUOTED = 8  # words that have to come word for word
 _GIVEN = 6  # words that a quotation begins with
 _N_LINES = 40  # of code that are gone on with
 _LINE = 24  # characters that one has at least
+_N_FILLED = 40  # lines of functions behind the document
+_HEAD = 8  # lines that stand between the head of such a function and the one asked for, at most
+_N_TURNS = 10  # of a chat, the one that is asked among them
+_QUESTION = "User: What else does the manual say?\nAssistant:"
 _SENTENCE = re.compile(r"(?<=[.!?]) (?=[A-Z][a-z])")
 
 Person = dict[str, str | int]
@@ -79,11 +84,16 @@ class Pile:
 
 def make_piles(tasks: Sequence[str], seed: int, n_tokens: int, count: Count) -> Iterator[Pile]:
     """Yield documents of about `n_tokens` tokens with the questions of `tasks`: prose with facts in it, a
-    dialogue, code, a journal; those that any of the questions is about.
+    dialogue, code, a chat, a journal; those that any of the questions is about.
     """
-    makers: dict[tuple[str, ...], Callable[[Random, int, Count], Pile]]
-    makers = {("format",): _dialogue, ("code",): _code, (RECALL,): _journal}
-    facts = tuple(each for each in TASKS if (each,) not in makers)
+    makers: dict[tuple[str, ...], Callable[[Random, int, Count], Pile]] = {
+        ("format",): _dialogue,
+        ("code", "fill"): _code,
+        ("chat",): _chat,
+        (RECALL,): _journal,
+    }
+    others = {task for tasks_of_one in makers for task in tasks_of_one}
+    facts = tuple(each for each in TASKS if each not in others)
     for kinds, make in {facts: _facts, **makers}.items():
         if any(each in tasks for each in kinds):
             pile = make(Random(seed), n_tokens, count)
@@ -214,21 +224,72 @@ def _dialogue(random: Random, n_tokens: int, count: Count) -> Pile:
 
 
 def _code(random: Random, n_tokens: int, count: Count) -> Pile:
-    """Code, and lines of its first half that are gone on with after the two before them."""
+    """Code; lines of its first half that are gone on with after the two before them, and lines of the
+    functions that follow on the document, after the function's lines before them.
+    """
     text = read_real_text("code").text
     lines = [line for line in text[random.randrange(len(text) // 2) :].split("\n")[1:] if line.strip()]
+    whole = lines
     while (n := count("\n".join(lines))) > n_tokens:
         lines = lines[: max(1, min(len(lines) - 1, len(lines) * n_tokens // n))]
-    candidates = [
-        i for i in range(2, len(lines) // 2) if len(lines[i].strip()) >= _LINE and lines[i][0] == " "
-    ]
+    candidates = [i for i in range(2, len(lines) // 2) if _is_long(lines[i])]
     candidates = [i for i in candidates if lines.count(lines[i]) == lines.count(lines[i - 1]) == 1]
     items = []
     for i in sorted(random.sample(candidates, min(_N_LINES, len(candidates)))):
-        line = lines[i].lstrip()
-        given = "\n".join([*lines[i - 2 : i], lines[i][: -len(line) - 1]])
-        items.append(TaskItem("code", f"\n\n# Once more, word for word:\n{given}", line, 0))
-    return Pile("\n".join(lines), tuple(items))
+        items.append(_line("code", "# Once more, word for word:", lines[i - 2 : i], lines[i]))
+    return Pile("\n".join(lines), (*items, *_filled(random, whole[len(lines) :])))
+
+
+def _is_long(line: str) -> bool:
+    return len(line.strip()) >= _LINE and line[0] == " "
+
+
+def _line(task: str, head: str, before: Sequence[str], line: str) -> TaskItem:
+    """Make the question for a line of code, its indentation given."""
+    answer = line.lstrip()
+    given = "\n".join([*before, line[: -len(answer) - 1]])
+    return TaskItem(task, f"\n\n{head}\n{given}", answer, 0)
+
+
+def _filled(random: Random, following: Sequence[str]) -> Iterator[TaskItem]:
+    """Yield a line or two of each of the next functions, after the lines of the function before it."""
+    heads = [i for i, line in enumerate(following) if line.lstrip().startswith("def ")]
+    n = 0
+    for head, end in pairwise([*heads, len(following)]):
+        candidates = [i for i in range(head + 1, min(end, head + 1 + _HEAD)) if _is_long(following[i])]
+        for i in sorted(random.sample(candidates, min(2, len(candidates)))):
+            if n == _N_FILLED:
+                return
+            n += 1
+            yield _line("fill", "# The next function:", following[head:i], following[i])
+
+
+def _chat(random: Random, n_tokens: int, count: Count) -> Pile:
+    """Return a chat whose first turn states facts, and whose next ones are about other texts; its last turn
+    asks for a fact.
+    """
+    people = [_person(random, name) for name in random.sample(_NAMES, _N_PEOPLE)]
+    stated = " ".join(
+        f"{each['name']} is {each['age']} years old, lives in {each['city']} and works as a {each['job']}."
+        for each in people
+    )
+    turns = [f"User: These are the people of my team. {stated}\nAssistant: Thank you, I have noted that."]
+    answers = _prose(random, n_tokens - count(turns[0]) - (_N_TURNS - 2) * count(_QUESTION), count)
+    for i in range(_N_TURNS - 2):
+        turns.append(f"{_QUESTION} {' '.join(answers[i :: _N_TURNS - 2])}")
+    return Pile("\n\n".join(turns), tuple(_facts_of_a_team(people)))
+
+
+def _facts_of_a_team(people: Sequence[Person]) -> Iterator[TaskItem]:
+    for each in people:
+        name = each["name"]
+        for question, begun, answer in (
+            (f"How old is {name}?", f"{name} is", f"{each['age']} years"),
+            (f"Where does {name} live?", f"{name} lives in", str(each["city"])),
+            (f"What is {name}'s job?", f"{name} works as a", str(each["job"])),
+        ):
+            prompt = f"\n\nUser: Of my team: {question}\nAssistant: {begun}"
+            yield TaskItem("chat", prompt, answer, 8)
 
 
 _PER_PLACE = 4  # questions of each variant at each place of a journal

@@ -28,14 +28,26 @@ def _texts(real_model_q4_1: Path) -> None:
 
 @pytest.mark.parametrize("n_tokens", [2000, 6000])
 def test_documents_are_as_long_as_asked_and_hold_the_answers(n_tokens: int) -> None:
-    facts, dialogue, code = make_piles(TASKS, 1, n_tokens, count)
+    facts, dialogue, code, chat = make_piles(TASKS, 1, n_tokens, count)
     assert 0.9 * n_tokens < count(facts.text) <= 1.05 * n_tokens
     assert count(dialogue.text) <= n_tokens
     assert 0.9 * n_tokens < count(code.text) <= n_tokens
-    assert {item.task for pile in (facts, dialogue, code) for item in pile.items} == set(TASKS)
+    assert 0.85 * n_tokens < count(chat.text) <= 1.05 * n_tokens
+    assert chat.text.count("User: ") == 9
+    assert {item.task for pile in (facts, dialogue, code, chat) for item in pile.items} == set(TASKS)
     for item in code.items:
-        _, _, given = item.prompt.partition("word for word:\n")
-        assert f"{given} {item.answer}\n" in code.text
+        if item.task == "code":
+            _, _, given = item.prompt.partition("word for word:\n")
+            assert f"{given} {item.answer}\n" in code.text
+        else:
+            head, *lines = item.prompt.partition("next function:\n")[2].split("\n")
+            assert head.lstrip().startswith("def ")
+            assert len(lines) <= 8
+    for item in chat.items:
+        name = re.findall(r"\b[A-Z]\w+\b", item.prompt.splitlines()[-1])[-1]
+        [fact] = re.findall(rf"{name} is \d+ years old, lives in \w+ and works as a \w+\.", chat.text)
+        assert item.answer in fact
+        assert chat.text.index(fact) < 1000, "a fact of the first turn"
     for item in facts.items:
         if item.task == "lookup":
             place = item.prompt.rpartition("code of the ")[2].removesuffix(" is")
