@@ -137,7 +137,11 @@ class Stepper:
             try:
                 self._answer(run, index)
             except Exception as error:
-                self._abandon([run.job], error)
+                if run.job in self._scheduler.running:
+                    self._abandon([run.job], error)
+                else:
+                    log.exception("an answer is complete, and its rows are not stored")
+                    run.job.store_problem = str(error)
         for part_run in step.parts:  # this overwrites the logits, which have been used by now
             self._evaluate_part(part_run)
         self.n_steps += 1

@@ -368,6 +368,35 @@ def test_a_connector_of_ones_own(llm: Llama) -> None:
     assert sorted(recorder.offloaded) == sorted(list(job.tokens) for job in jobs)
 
 
+def test_a_connector_that_fails_costs_no_answer(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+
+    def fail(job: Job) -> None:
+        raise OSError(f"no room for {job.n_prompt} rows")
+
+    monkeypatch.setattr(recorder, "offload", fail)
+    with Engine(llm, connector=recorder) as engine:
+        answers = [engine.submit(recall.prompt, **GREEDY) for recall in RECALLS[:2]]
+        assert right([answer.text for answer in answers], RECALLS[:2]) == 2
+        for answer in answers:
+            assert answer.job.store_problem == f"no room for {answer.job.n_prompt} rows"
+
+
+def test_an_answer_ends_with_the_error_that_was_first(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library that lacks a function failed when the answer left, and the next error hid that."""
+
+    def missing(*_: object) -> bool:
+        raise AttributeError("the library has no function validity")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.pool, "is_exact", missing)
+        with pytest.raises(AttributeError, match="no function validity"):
+            engine.submit(RECALLS[0].prompt, **GREEDY).result(PATIENCE)
+    assert engine.submit(RECALLS[0].prompt, **GREEDY).text == RECALLS[0].fact.answer
+
+
 def test_what_one_engine_stored_another_fetches(llm: Llama, tmp_path: Path) -> None:
     texts = []
     for _ in range(2):

@@ -99,8 +99,12 @@ class Scheduler(Generic[P]):
         job.close()
 
     def abandon(self, job: P) -> None:
-        """Drop a job that cannot go on, and its rows, which cannot be trusted."""
-        self.pool.drop(self._take(job))
+        """Drop a job that cannot go on, and its rows, which cannot be trusted. Nothing is asked of the context:
+        that may be what fails.
+        """
+        self.running.remove(job)
+        assert job.seq is not None
+        self.pool.drop(job.seq)
         job.close()
 
     def evaluate_alone(self, job: P) -> None:
@@ -137,9 +141,9 @@ class Scheduler(Generic[P]):
         return jobs
 
     def _take(self, job: P) -> Sequence:
-        self.running.remove(job)
         assert job.seq is not None
         job.work.exact = job.work.exact and self.pool.is_exact(job.seq)  # before others change its rows
+        self.running.remove(job)
         return job.seq
 
     # --- admission ---
