@@ -6,14 +6,22 @@ same more slowly, or a constant says that it cannot be done, and callers refuse 
 
 from __future__ import annotations
 
+import contextlib
 import os
+import select
 import socket
-from typing import IO, BinaryIO
+import time
+from typing import IO, Any, BinaryIO
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+try:
+    import _winapi
+    import msvcrt
+except ImportError:
+    _winapi = msvcrt = None  # type: ignore[assignment]
 
 HAS_LOCKS = fcntl is not None
 """Whether there are locks of files that end with their process."""
@@ -64,6 +72,21 @@ def read_at(file: BinaryIO, size: int, offset: int) -> bytes:
         return file.read(size)
     finally:
         file.seek(position)
+
+
+def has_data(pipe: IO[Any], seconds: float) -> bool:
+    """Return whether a pipe has something to read by then, or its end."""
+    if _winapi is None:
+        return bool(select.select([pipe], [], [], seconds)[0])
+    # Windows selects sockets alone, but says how much is in a pipe.
+    end = time.monotonic() + seconds
+    with contextlib.suppress(OSError):  # it has ended
+        handle = msvcrt.get_osfhandle(pipe.fileno())  # type: ignore[attr-defined]
+        while not _winapi.PeekNamedPipe(handle, 0)[0]:  # type: ignore[attr-defined]
+            if time.monotonic() >= end:
+                return False
+            time.sleep(0.01)
+    return True
 
 
 def usable_cpus() -> int:

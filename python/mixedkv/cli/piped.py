@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import stat
 import sys
+
+from mixedkv import system
 
 _SOON = 0.5  # seconds in which a program that pipes something in has begun
 _LATE = 3.0
@@ -29,7 +30,7 @@ def read_piped(*, wait: bool) -> bytes | None:
     """
     if (mode := _mode()) is None or not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISREG(mode)):
         return None
-    if not stat.S_ISREG(mode) and not _has_data(_LATE if wait else _SOON):
+    if not stat.S_ISREG(mode) and not system.has_data(sys.stdin, _LATE if wait else _SOON):
         if not wait:
             return None
         print(
@@ -43,8 +44,3 @@ def _mode() -> int | None:
     with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or replaced by what is no file
         return os.fstat(sys.stdin.fileno()).st_mode
     return None
-
-
-def _has_data(seconds: float) -> bool:
-    """Return whether a pipe has something to read by then, or its end."""
-    return bool(select.select([sys.stdin], [], [], seconds)[0])

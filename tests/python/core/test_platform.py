@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,12 @@ import pytest
 
 from mixedkv import _native, system
 from mixedkv.store.encryption import key_from_file
+
+try:
+    import fcntl
+    import termios
+except ImportError:  # Windows
+    pass
 
 pytestmark = pytest.mark.core
 
@@ -44,6 +51,42 @@ def test_reading_at_an_offset_leaves_the_position(monkeypatch: pytest.MonkeyPatc
             assert system.read_at(file, 3, 100) == bytes([100, 101, 102])
             assert file.tell() == 7
         monkeypatch.delattr(os, "pread", raising=False)
+
+
+class _Windows:
+    """How much is in a pipe, as Windows' Python says it."""
+
+    def get_osfhandle(self, fd: int) -> int:
+        return fd
+
+    def PeekNamedPipe(self, fd: int, size: int) -> tuple[int, int]:  # noqa: N802
+        if not select.select([fd], [], [], 0)[0]:
+            return 0, 0
+        size = int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder)
+        if not size:
+            raise BrokenPipeError
+        return size, 0
+
+
+@pytest.mark.parametrize("as_windows", [False, True])
+@pytest.mark.needs("POSIX")
+def test_a_pipe_has_data_once_something_is_written_or_it_ends(
+    monkeypatch: pytest.MonkeyPatch, as_windows: bool
+) -> None:
+    if as_windows:
+        monkeypatch.setattr(system, "_winapi", _Windows())
+        monkeypatch.setattr(system, "msvcrt", _Windows())
+    reader, writer = os.pipe()
+    with open(reader, "rb") as pipe:
+        with open(writer, "wb") as other:
+            assert not system.has_data(pipe, 0.05)
+            other.write(b"text")
+            other.flush()
+            assert system.has_data(pipe, 60)
+            assert pipe.read1() == b"text"
+            assert not system.has_data(pipe, 0)
+        assert system.has_data(pipe, 60)
+        assert pipe.read() == b""
 
 
 def test_a_key_is_not_read_where_files_have_no_owners(
