@@ -119,7 +119,7 @@ class _Process:
         if answer is None:
             self.end()
             if code == -_KILL:
-                raise KilledError(f"it was not done within {CLOCK_SECONDS:g} seconds: try again later")
+                raise _late()
             raise EndedError(f"it takes more than {task.seconds:g} seconds or {_size(task.n_bytes)}")
         fields, data = answer
         if "error" in fields:
@@ -149,10 +149,20 @@ def _size(n_bytes: int) -> str:
 def _exchange(
     process: subprocess.Popen[bytes], head: bytes, data: bytes
 ) -> tuple[dict[str, Any], bytes] | None:
-    """Return the answer to a request; None if the process ended over it."""
+    """Return the answer to a request; None if the process ended over it.
+
+    Raises:
+        KilledError: it took longer than `CLOCK_SECONDS`.
+    """
     assert process.stdin is not None
     assert process.stdout is not None
-    timer = threading.Timer(CLOCK_SECONDS, process.kill)
+    late = threading.Event()  # Windows does not tell how a process ended
+
+    def kill() -> None:
+        late.set()
+        process.kill()
+
+    timer = threading.Timer(CLOCK_SECONDS, kill)
     timer.daemon = True
     timer.start()
     try:
@@ -172,7 +182,13 @@ def _exchange(
         timer.cancel()
     with suppress(subprocess.TimeoutExpired):
         process.wait(CLOCK_SECONDS)  # the end of its output is its own end
+    if late.is_set():
+        raise _late()
     return None
+
+
+def _late() -> KilledError:
+    return KilledError(f"it was not done within {CLOCK_SECONDS:g} seconds: try again later")
 
 
 def start() -> subprocess.Popen[bytes]:

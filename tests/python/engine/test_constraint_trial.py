@@ -30,9 +30,6 @@ def schema(value: Any) -> Constraint:
     return Constraint("json_schema", json.dumps(value), "response_format")
 
 
-NUMBER = schema({"type": "number", "minimum": 3, "maximum": 17})  # of which no other test tells the outcome
-
-
 def parameters(value: dict[str, Any]) -> dict[str, Any]:
     arguments = {"type": "object", "properties": value}
     return {"type": "function", "function": {"name": "find", "parameters": arguments}}
@@ -52,24 +49,35 @@ def test_a_schema_that_takes_minutes_is_refused_and_others_go_on(monkeypatch: py
     assert BYTES.compile(schema({"type": "integer"})).allowed().tolist()
 
 
-def test_a_machine_that_was_busy_refuses_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what a constraint itself takes is remembered of it."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGABRT])
+def test_a_machine_that_was_busy_refuses_for_once(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Only what a constraint itself takes is remembered of it, also where a process does not say how it
+    ended.
+    """
     start = processes.start
+    constraint = schema({"type": "integer", "maximum": number.value})  # one that is not known yet
 
     def start_stopped() -> subprocess.Popen[bytes]:  # it gets no processor
         process = start()
         process.send_signal(signal.SIGSTOP)
         return process
 
+    def kill(process: subprocess.Popen[bytes]) -> None:
+        process.send_signal(number)
+        process.send_signal(signal.SIGCONT)
+
     processes.processes.end()
     with monkeypatch.context() as busy:
         busy.setattr(processes, "start", start_stopped)
         busy.setattr(processes, "CLOCK_SECONDS", 0.2)
+        busy.setattr(subprocess.Popen, "kill", kill)
         with pytest.raises(
             ValueError, match=r"^response_format: compiling it was not done within 0.2 seconds"
         ):
-            BYTES.compile(NUMBER)
-    assert BYTES.compile(NUMBER).allowed().tolist()
+            BYTES.compile(constraint)
+    assert BYTES.compile(constraint).allowed().tolist()
 
 
 def test_a_schema_whose_first_token_takes_long_is_refused() -> None:
