@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <numeric>
 #include <thread>
 
@@ -481,7 +482,9 @@ double worst_error(const std::vector<float> & got, const std::vector<double> & w
 }
 
 std::unique_ptr<void, void (*)(void *)> make_scratch(size_t bytes) {
-    std::unique_ptr<void, void (*)(void *)> scratch(std::aligned_alloc(64, (bytes + 63) / 64 * 64), std::free);
+    constexpr std::align_val_t              alignment{ 64 }; // std::aligned_alloc is no part of Windows
+    std::unique_ptr<void, void (*)(void *)> scratch(::operator new(bytes, alignment),
+                                                    [](void * memory) { ::operator delete(memory, alignment); });
     std::memset(scratch.get(), 0, bytes);
     return scratch;
 }
