@@ -1,5 +1,5 @@
 // Rows of Q4_0 and Q5_0 in scales of their own. ggml gives the largest element of a block the largest integer; of
-// rotated rows, which are near Gaussian, the integers of a scale a little off that leave .9 of the squared error, in
+// rotated rows, which are near Gaussian, the integers of a scale a little off that leave 0.9 of the squared error, in
 // the same blocks. With them a block is stored as long as it is.
 
 #pragma once

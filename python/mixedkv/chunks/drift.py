@@ -38,8 +38,8 @@ _NOISE = 1.0  # change of a row of its own, in the same unit: as much as it shar
 _SINKS = 8  # tokens at the beginning of a passage, which change differently
 _NOISE_OF_SINK = 5.0
 _FAR = 1024  # tokens before a slice whose changes are used for it
-# In the first layer a row depends on token and position alone. Q4_0 keys, turned, are off by .11 in the
-# median; turned to the next position by .22, and rows of other tokens by .8 in K and 1.2 in V. Context
+# In the first layer a row depends on token and position alone. Q4_0 keys, turned, are off by 0.11 in the
+# median; turned to the next position by 0.22, and rows of other tokens by 0.8 in K and 1.2 in V. Context
 # changes rows of other layers by their own size and more. Of those that are not corrected the first tokens of
 # a passage are looked at.
 _FIRST_K, _FIRST_V, _OTHER = 0.16, 0.6, 3.0

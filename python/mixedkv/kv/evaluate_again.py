@@ -15,8 +15,8 @@ from mixedkv.kv.cache import KVCache
 Span: TypeAlias = tuple[int, int]  # positions [begin, end)
 Rows: TypeAlias = dict[tuple[int, str], npt.NDArray[np.float32]]  # by layer and "K" or "V", [n, width]
 
-# Relative errors. Sound rows of SmolLM2, Q4_0 behind a window of Q4_0 in place of F16, have .2 at most as
-# the median of four tokens in a tensor, and .23 as a token's median over layers. Rows of another token or
+# Relative errors. Sound rows of SmolLM2, Q4_0 behind a window of Q4_0 in place of F16, have 0.2 at most as
+# the median of four tokens in a tensor, and 0.23 as a token's median over layers. Rows of another token or
 # position, noise, another rotary layout or RoPE base and zeroed heads have more in one (docs/benchmarks.md).
 _TENSOR = 0.35
 _TOKEN = 0.35

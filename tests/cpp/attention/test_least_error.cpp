@@ -50,7 +50,7 @@ struct tests {
 
     std::vector<float> stored(const std::vector<float> & x) const { return rows.stored(x); }
 
-    // Of Gaussian rows .9 of ggml's error. Rows of another kind lose nothing.
+    // Of Gaussian rows 0.9 of ggml's error. Rows of another kind lose nothing.
     void less_error_than_ggml() const {
         test::rng r(1);
         for (const float size : { 1e-3f, 1.0f, -1.0f, 3e3f }) {

@@ -432,7 +432,7 @@ def test_repair_on_other_shapes(
     name: str, cold: str, zoo_path: Callable[[str], Path], wide_path: Path
 ) -> None:
     """Over four prompts: with random weights one prompt's divergence is that of another by a factor of 7, and
-    of some prompts repair of three rows in ten makes it larger. A draft of two tokens leaves up to .84 of it.
+    of some prompts repair of three rows in ten makes it larger. Drafts of two tokens leave up to 0.84 of it.
     """
     path = wide_path if name == "wide" else zoo_path(name)
     kv = f"mixed:cold={cold},threshold=64,group=32,sinks=4"

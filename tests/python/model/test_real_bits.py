@@ -66,7 +66,7 @@ def test_a_budget_spends_no_worse_than_one_type(real_model: Path, tmp_path: Path
 def test_a_budget_halves_what_mixed_loses_at_its_bytes(
     fixture: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """Without a measurement; .41 of it on Gemma and on SmolLM2, with 1,536 tokens of other prose."""
+    """Without a measurement; 0.41 of it on Gemma and on SmolLM2, with 1,536 tokens of other prose."""
     model = request.getfixturevalue(fixture)
     shape, mixed = model_shape(read_model_file(model)), parse_kv("mixed")
     n_ctx = 2 * N_CTX  # longer than Gemma's windows

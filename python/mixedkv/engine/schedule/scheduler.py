@@ -99,7 +99,7 @@ class Scheduler(Generic[P]):
         job.close()
 
     def abandon(self, job: P) -> None:
-        """Drop a job that cannot go on, and its rows, which cannot be trusted. Nothing is asked of the context:
+        """Drop a job that cannot go on, and its rows, which cannot be trusted. The context is asked nothing:
         that may be what fails.
         """
         self.running.remove(job)

@@ -278,7 +278,7 @@ _SAME_MODEL = (
     0.5  # median relative error over layers and tokens, of K and of V; a wrong layout has 1 and more
 )
 _EXACT = 0.02  # error by rounding to F16 and another order of sums
-_ROW = 0.35  # of a single row of a layer: sound ones have .23 at most, those of another token 1 and more
+_ROW = 0.35  # of a single row of a layer: sound ones have 0.23 at most, those of another token 1 and more
 _SAMPLE = 72  # tokens: where a tenth of all are wrong, one of these is with 9,994 in 10,000
 
 

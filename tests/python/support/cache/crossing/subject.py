@@ -25,7 +25,7 @@ N_SEQ, N_CTX, MOST = 3, 1152, 330  # a sequence has MOST tokens: all have room i
 
 # RMS of a row of logits from the reference's, relative to their spread. What is compared did the same sums in
 # another order, after which some elements are quantised to the next step: 1e-2 at most with 8 bits, 6e-2 with
-# fewer. A row that was never computed, or is another token's, is .2 and more away.
+# fewer. A row that was never computed, or is another token's, is 0.2 and more away.
 TOLERANCE = {"f16": 2e-2, "q8_0": 4e-2, "coarse": 0.15}
 
 
