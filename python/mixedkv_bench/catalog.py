@@ -6,7 +6,8 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from mixedkv_bench import quality, quick, reuse, sensitivity, speed
+from mixedkv_bench import products, quality, quick, reuse, sensitivity, speed
+from mixedkv_bench.products import ProductsRow
 from mixedkv_bench.quality import QualityRow
 from mixedkv_bench.quick import QuickRow
 from mixedkv_bench.reuse import ReuseRow
@@ -14,9 +15,10 @@ from mixedkv_bench.sensitivity import SensitivityRow
 from mixedkv_bench.speed import SpeedRow
 from mixedkv_bench.tasks import TasksRow
 
-TESTS = {module.TEST.name: module.TEST for module in (quick, speed, quality, reuse, sensitivity)}
+TESTS = {module.TEST.name: module.TEST for module in (quick, speed, quality, products, reuse, sensitivity)}
 
 AnyRow = Annotated[
-    QuickRow | SpeedRow | QualityRow | TasksRow | ReuseRow | SensitivityRow, Field(discriminator="test")
+    QuickRow | SpeedRow | QualityRow | TasksRow | ProductsRow | ReuseRow | SensitivityRow,
+    Field(discriminator="test"),
 ]
 ROWS: TypeAdapter[AnyRow] = TypeAdapter(AnyRow)

@@ -23,7 +23,7 @@ from mixedkv_bench.harness import sample_text
 from mixedkv_bench.harness.cache_settings import DEFAULT_SPECS, REFERENCE, Setting
 from mixedkv_bench.harness.contexts import MICRO_BATCH, CacheFacts, CannotRunError, Context, LoadedModel
 from mixedkv_bench.harness.progress import Bar
-from mixedkv_bench.harness.row import CacheRow, measured
+from mixedkv_bench.harness.row import CacheRow, Row, measured
 from mixedkv_bench.harness.summary import log_softmax, standard_error
 from mixedkv_bench.harness.table import Cells, Table, number
 
@@ -31,13 +31,31 @@ _SEED = 50_000
 _CHUNK_FLOATS = 1 << 24  # of one chunk's logits
 _MOST = np.float32(80)  # change of a logit, whose exponential single precision still holds
 
-_MODES = {"batch": "in large batches", "token": "token by token"}
-MODES = tuple(_MODES)
+MODE_NAMES = {"batch": "in large batches", "token": "token by token"}
+MODES = tuple(MODE_NAMES)
 
 Document = npt.NDArray[np.int32]
 
 
-class QualityRow(CacheRow):
+class DivergenceRow(Row):
+    """A row that says how far next-token distributions are from a reference's."""
+
+    n_positions: int | None = measured("positions the numbers are of")
+    kld_mean: float | None = measured("mean KL divergence, nats")
+    kld_se: float | None = measured("its standard error, from means of blocks of 32 neighbours")
+    kld_median: float | None = measured("median of the divergence, nats")
+    kld_p99: float | None = measured("its 99% quantile")
+    kld_p999: float | None = measured("its 99.9% quantile")
+    kld_max: float | None = measured("its largest value")
+    ppl: float | None = measured("perplexity")
+    ppl_ratio: float | None = measured("its ratio to the reference's")
+    same_top1: float | None = measured("share of positions with the same likeliest token")
+    rms_p_change: float | None = measured(
+        "root mean square of the change of the following token's probability"
+    )
+
+
+class QualityRow(CacheRow, DivergenceRow):
     """One row per setting and mode.
 
     The next-token distribution at each position, against that of a reference with an F32 cache and without
@@ -57,19 +75,6 @@ class QualityRow(CacheRow):
     )
     text: str = Field(default="", description="what was read: kind, source and hash of the text")
     n_documents: int | None = measured("documents that were read")
-    n_positions: int | None = measured("positions the numbers are of")
-    kld_mean: float | None = measured("mean KL divergence, nats")
-    kld_se: float | None = measured("its standard error, from means of blocks of 32 neighbours")
-    kld_median: float | None = measured("median of the divergence, nats")
-    kld_p99: float | None = measured("its 99% quantile")
-    kld_p999: float | None = measured("its 99.9% quantile")
-    kld_max: float | None = measured("its largest value")
-    ppl: float | None = measured("perplexity")
-    ppl_ratio: float | None = measured("its ratio to the reference's")
-    same_top1: float | None = measured("share of positions with the same likeliest token")
-    rms_p_change: float | None = measured(
-        "root mean square of the change of the following token's probability"
-    )
 
 
 def read_documents(model: LoadedModel, options: Options) -> list[Document]:
@@ -265,6 +270,17 @@ def compare(
     )
 
 
+def compare_logits(
+    want: npt.NDArray[np.float32], got: npt.NDArray[np.float32], following: npt.NDArray[np.int32]
+) -> npt.NDArray[np.float64]:
+    """Compare logits [n, n_vocab] as `compare` does, some positions at a time."""
+    step = max(1, _CHUNK_FLOATS // want.shape[1])
+    parts = [slice(i, i + step) for i in range(0, len(following), step)]
+    return np.concatenate(
+        [compare(Distributions.of(want[part]), got[part].copy(), following[part]) for part in parts]
+    )
+
+
 def _beyond_linear(d: npt.NDArray[np.float32]) -> npt.NDArray[np.floating[Any]]:
     """Return e^d - 1 - d; by its series where the difference would cancel, to 2e-5 of it."""
     second, third, fourth, fifth = (np.float32(1 / math.factorial(n)) for n in (2, 3, 4, 5))
@@ -288,12 +304,12 @@ def _row(contender: _Contender, mode: str, options: Options, documents: Sequence
     if contender.error:
         row["error"] = contender.error
     if contender.kept:
-        row |= _summary(np.concatenate(contender.kept))
+        row |= summarise(np.concatenate(contender.kept))
     return QualityRow.model_validate(row)
 
 
-def _summary(kept: npt.NDArray[np.float64]) -> dict[str, float]:
-    """Return the numbers of some positions."""
+def summarise(kept: npt.NDArray[np.float64]) -> dict[str, float]:
+    """Return the fields of `DivergenceRow` of some positions, which `compare` compared."""
     if not len(kept):
         return {"n_positions": 0}
     kld = kept[:, _KLD]
@@ -334,7 +350,7 @@ def _cells(rows: Sequence[QualityRow]) -> Cells:
 TABLE = Table(
     row=QualityRow,
     title="Quality against an F32 cache, {}",
-    by=lambda row: _MODES[row.mode],
+    by=lambda row: MODE_NAMES[row.mode],
     cells=_cells,
 )
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from mixedkv.bundled import model_path
 from mixedkv.cli import main
+from mixedkv.model.packaged_model import write_f16
 
 pytestmark = pytest.mark.full
 
@@ -69,3 +71,11 @@ def test_a_text_that_is_no_text(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 def test_recall_of_a_model_that_was_not_taught(capsys: pytest.CaptureFixture[str], zoo_path) -> None:
     assert "leave -m out" in refuse(capsys, "quality", "--task", "recall", "-m", str(zoo_path("llama-64")))
+
+
+def test_weights_in_f16_have_no_products_to_compare(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "f16.gguf"
+    write_f16(model_path(), path)
+    assert "its weights are not quantised" in refuse(capsys, "products", "-m", str(path))

@@ -40,6 +40,20 @@ def test_the_default_settings() -> None:
     assert len({s.name for s in settings}) == len(settings) == 7
 
 
+def test_products_are_compared_with_the_weights_in_f16(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = run(tmp_path / "p.json", "products", "--repeats", "1", "--threads", "1")
+    assert [(row["products"], row["mode"]) for row in rows] == [
+        (maker, mode) for maker in ("mixedkv", "llama.cpp") for mode in ("batch", "token")
+    ]
+    for row in rows:
+        assert (row["kv"], row["n_ctx"], row["n_positions"]) == ("f16", 256, 255)
+        assert 1e-7 < row["kld_mean"] < 0.1, "a product of 8 bits rounds, and little"
+    assert len({row["kld_mean"] for row in rows}) > 1, "the makers are told apart"
+    assert "against the same weights in F16, 256 tokens" in capsys.readouterr().out
+
+
 def test_sensitivity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "s.json"
     rows = run(path, "sensitivity", "--n-ctx", "512", "--repeats", "1", "--bits", "5,6", "--threads", "1")
