@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,12 @@ def _remove_of_hub(name: str) -> int:
         raise _absent(name)
     from huggingface_hub import scan_cache_dir
 
-    repos = scan_cache_dir().repos
-    (repo,) = [each for each in repos if each.repo_id == repo_id and each.repo_type == "model"]
+    cache = scan_cache_dir()
+    (repo,) = [each for each in cache.repos if each.repo_id == repo_id and each.repo_type == "model"]
     if not file or kept == [name]:  # with its image encoder, and what else came with it
-        revisions = [each.commit_hash for each in repo.revisions]
-        strategy = scan_cache_dir().delete_revisions(*revisions)
+        # of this one alone: a repository that was renamed or copied has the same commits
+        commits = [each.commit_hash for each in repo.revisions]
+        strategy = replace(cache, repos=frozenset([repo])).delete_revisions(*commits)
         strategy.execute()
         return int(strategy.expected_freed_size)
     return _remove_files(repo, file)
