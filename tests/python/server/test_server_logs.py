@@ -105,11 +105,12 @@ def test_probes_that_succeed_are_not_in_the_access_log(
 
 
 def test_sigterm_is_logged_and_how_the_end_went() -> None:
+    """On a busy machine the request that asked whether the server is ready may still be at work."""
     with running("--n-ctx", "512", "--drain-timeout", "7") as server:
         assert server.stop(signal.SIGTERM) == 0
     lines = [line for line in server.log.splitlines() if "shut" in line]
     assert re.fullmatch(
-        TIME + r" INFO: SIGTERM: shutting down, 0 requests at work have up to 7 s, new ones are refused",
+        TIME + r" INFO: SIGTERM: shutting down, [01] requests at work have up to 7 s, new ones are refused",
         lines[0],
     )
     assert re.fullmatch(TIME + " INFO: shut down: .*", lines[-1])
