@@ -25,7 +25,7 @@ bool has_same_bits(const ggml_tensor & matrix) {
         return weights_same_bits(matrix.type);
     }
     const bool is_repacked = std::strcmp(ggml_backend_buffer_name(matrix.buffer), "CPU_REPACK") == 0;
-    return is_repacked && weights_same_bits(WEIGHTS_X8 + matrix.type);
+    return is_repacked && weights_same_bits(weights_repacked(matrix.type));
 }
 
 // Rows are looked up in the embeddings of tokens; vectors are no matrices.

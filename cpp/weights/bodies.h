@@ -187,6 +187,7 @@ bool with_row_type(int type, F && f) {
 struct weights_kernels {
     const char * name;
     bool         of_halves; // rows in 16 bits; others are of quantised rows
+    int          together;  // reads structs of so many rows at most
     bool (*supported)();
     size_t (*work_bytes)(int64_t n_elements, int64_t n_chosen); // that a thread needs, with columns that are chosen
     size_t (*columns_bytes)(int type, int64_t n_elements, int64_t n_columns);
@@ -201,6 +202,9 @@ const weights_kernels * weights_avx512_f16(); // rows in 16 bits, a single colum
 const weights_kernels * weights_avx512();
 const weights_kernels * weights_avxvnni();
 const weights_kernels * weights_avx2();
+const weights_kernels * weights_i8mm();
+const weights_kernels * weights_dotprod();
+const weights_kernels * weights_neon();
 const weights_kernels * weights_scalar();
 
 // Of that name and for such rows; nullptr: the compiler or the processor does not have it.

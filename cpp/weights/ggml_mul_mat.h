@@ -11,12 +11,8 @@ static inline int weights_type_of(const struct ggml_tensor * rows) {
     if (!rows->extra) {
         return ggml_is_quantized(rows->type) || rows->op == GGML_OP_NONE ? (int)rows->type : -1;
     }
-#if defined(__x86_64__) || defined(_M_X64)
-    if (rows->buffer && strcmp(ggml_backend_buft_name(rows->buffer->buft), "CPU_REPACK") == 0) {
-        return WEIGHTS_X8 + rows->type;
-    }
-#endif
-    return -1;
+    const bool is_repacked = rows->buffer && strcmp(ggml_backend_buft_name(rows->buffer->buft), "CPU_REPACK") == 0;
+    return is_repacked ? weights_repacked(rows->type) : -1;
 }
 
 // Whether rows are those of several experts, one behind the other, and src[2] says to which of them each column goes

@@ -9,7 +9,7 @@
 namespace mixedkv {
 namespace {
 
-struct avx2 {
+struct avx2 : by_dwords {
     using ints                           = uint32_t __attribute__((vector_size(32)));
     using floats                         = __m256;
     static constexpr int  lanes          = 8;

@@ -9,7 +9,7 @@
 namespace mixedkv {
 namespace {
 
-struct avx512 {
+struct avx512 : by_dwords {
     using ints                           = uint32_t __attribute__((vector_size(64)));
     using floats                         = __m512;
     static constexpr int  lanes          = 16;

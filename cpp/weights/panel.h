@@ -2,7 +2,8 @@
 // columns at a time; a panel is unpacked once for all columns. For a few columns alone, as in decoding, each unit of
 // blocks is multiplied as it is unpacked, with no panel between. Sums and their order are the same in both ways.
 //
-// V::sum adds the products of a block: V::sum<Row> s; s.begin(start); s.add(group, values, elements); s.end().
+// V::sum adds the products of a block: V::sum<Row> s; s.begin(start); V::add_group(s, at, values, column, group);
+// s.end().
 
 #pragma once
 
@@ -20,6 +21,21 @@ inline int32_t dword_at(const void * p) {
     return x;
 }
 
+// What instruction sets have alike that multiply a dword of a column with all rows
+struct by_dwords {
+    static constexpr bool panel_has_bias = true;
+
+    // Group `at` of those that the sum has, which is group `group` of the block
+    template <class Sum, class Ints>
+    MIXEDKV_INLINE static void add_group(Sum & to, int at, Ints values, const column_block & column, int group) {
+        to.add(at, values, dword_at(column.group(group)));
+    }
+
+    // Of vector `at` of a panel, when a block is there
+    template <class Values>
+    MIXEDKV_INLINE static void arrange(Values &, int) {}
+};
+
 // A block of N times V::lanes rows
 template <class V, class Row, int N>
 struct panel_block {
@@ -36,8 +52,15 @@ struct to_panel {
 
     MIXEDKV_INLINE void scale(int block, int half, typename V::floats x) { blocks[block].scale[half][at] = x; }
     MIXEDKV_INLINE void least(int block, typename V::floats x) { blocks[block].least[at] = x; }
-    MIXEDKV_INLINE void values(int block, int group, typename V::ints x) { blocks[block].values[group][at] = x; }
-    MIXEDKV_INLINE void done(int) {}
+    MIXEDKV_INLINE void done(int block) { V::arrange(blocks[block].values, at); }
+
+    MIXEDKV_INLINE void values(int block, int group, typename V::ints x) {
+        if constexpr (V::panel_has_bias) {
+            blocks[block].values[group][at] = x;
+        } else {
+            blocks[block].values[group][at] = V::template without_bias<Row>(x);
+        }
+    }
 };
 
 // To the second cache. Short rows that are read side by side escape the processor's own prefetching, so the rows after
@@ -94,6 +117,36 @@ struct decode_columns {
     }
 };
 
+// The sums of a block's elements that have a scale in common, of all rows of a panel with some columns
+template <class V, class Row, int N, int Columns>
+struct block_sums {
+    static constexpr int part = groups / traits<Row>.scales;
+
+    typename V::template sum<Row> whole[Columns][N];
+
+    MIXEDKV_INLINE void add(const panel_block<V, Row, N> & w, const column_block * const * in, int64_t block, int s) {
+#pragma GCC unroll 8
+        for (int c = 0; c < Columns; c++) {
+#pragma GCC unroll 2
+            for (int i = 0; i < N; i++) {
+                whole[c][i].begin(V::panel_has_bias && traits<Row>.bias ? in[c][block].start[s] : 0);
+            }
+        }
+#pragma GCC unroll 8
+        for (int g = 0; g < part; g++) {
+#pragma GCC unroll 8
+            for (int c = 0; c < Columns; c++) {
+#pragma GCC unroll 2
+                for (int i = 0; i < N; i++) {
+                    V::add_group(whole[c][i], g, w.values[s * part + g][i], in[c][block], s * part + g);
+                }
+            }
+        }
+    }
+
+    MIXEDKV_INLINE typename V::ints of(int column, int at) const { return whole[column][at].end(); }
+};
+
 template <class V, int N, int Columns>
 struct panel_sums {
     typename V::floats at[Columns][N];
@@ -127,33 +180,15 @@ struct panel_sums {
 
     template <class Row>
     MIXEDKV_INLINE void add(const panel_block<V, Row, N> & w, const column_block * const * in, int64_t block) {
-        constexpr int part = groups / traits<Row>.scales;
 #pragma GCC unroll 2
         for (int s = 0; s < traits<Row>.scales; s++) {
-            typename V::template sum<Row> whole[Columns][N];
+            block_sums<V, Row, N, Columns> sums;
+            sums.add(w, in, block, s);
 #pragma GCC unroll 8
             for (int c = 0; c < Columns; c++) {
 #pragma GCC unroll 2
                 for (int i = 0; i < N; i++) {
-                    whole[c][i].begin(traits<Row>.bias ? in[c][block].start[s] : 0);
-                }
-            }
-#pragma GCC unroll 8
-            for (int g = 0; g < part; g++) {
-#pragma GCC unroll 8
-                for (int c = 0; c < Columns; c++) {
-                    const int32_t x = dword_at(in[c][block].group(s * part + g));
-#pragma GCC unroll 2
-                    for (int i = 0; i < N; i++) {
-                        whole[c][i].add(g, w.values[s * part + g][i], x);
-                    }
-                }
-            }
-#pragma GCC unroll 8
-            for (int c = 0; c < Columns; c++) {
-#pragma GCC unroll 2
-                for (int i = 0; i < N; i++) {
-                    const typename V::floats x = V::to_floats(whole[c][i].end());
+                    const typename V::floats x = V::to_floats(sums.of(c, i));
                     at[c][i]                   = V::fma(x, w.scale[s][i] * V::set(in[c][block].scale), at[c][i]);
                 }
             }
@@ -260,7 +295,7 @@ struct to_sums {
             if (group % part == 0) {
                 to.begin(traits<Row>.bias ? column.start[group / part] : 0);
             }
-            to.add(group % part, x, dword_at(column.group(group)));
+            V::add_group(to, group % part, x, column, group);
         }
     }
 
@@ -350,7 +385,12 @@ void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
 
 template <class V>
 void run_body(const weights_product & p, void *, int64_t row_0, int64_t row_1) {
-    with_row_type(p.type, [&](auto * row) { run_type<V, row_of<decltype(row)>>(p, row_0, row_1); });
+    with_row_type(p.type, [&](auto * row) {
+        using Row = row_of<decltype(row)>;
+        if constexpr (traits<Row>.together <= V::lanes) { // weights_kernels::together
+            run_type<V, Row>(p, row_0, row_1);
+        }
+    });
 }
 
 } // namespace

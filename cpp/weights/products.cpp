@@ -26,7 +26,7 @@ struct bodies {
     bodies() {
         const char *      forced = std::getenv("MIXEDKV_ISA");
         const std::string isa    = forced ? forced : "";
-        if (is_set("MIXEDKV_WEIGHTS", "llama.cpp") || isa == "neon") {
+        if (is_set("MIXEDKV_WEIGHTS", "llama.cpp")) {
             return;
         }
         if (isa == "scalar") {
@@ -47,6 +47,11 @@ struct bodies {
         if (!quantised) {
             quantised = find_weights("avx2", false);
         }
+        for (const char * arm : { "i8mm", "dotprod", "neon" }) {
+            if (!quantised && (isa.empty() || isa == arm)) {
+                quantised = find_weights(arm, false);
+            }
+        }
     }
 };
 
@@ -57,6 +62,15 @@ const bodies & chosen() {
 
 bool is_half(int type) {
     return type == WEIGHTS_F16 || type == WEIGHTS_BF16;
+}
+
+// A quantised type, of which the body that was chosen reads all rows that lie together
+bool is_read(int type) {
+    bool res = false;
+    with_row_type(type, [&](auto * row) {
+        res = chosen().quantised && traits<row_of<decltype(row)>>.together <= chosen().quantised->together;
+    });
+    return res;
 }
 
 // What rows of a quantised type want of the columns: their bias, and how many scales they have in a block
@@ -79,7 +93,7 @@ const weights_kernels * body_of(int type, int64_t n_columns) {
     if (is_half(type)) {
         return n_columns == 1 ? chosen().f16_one : n_columns >= WEIGHTS_F16_COLUMNS ? chosen().f16_many : nullptr;
     }
-    if (!with_row_type(type, [](auto *) {})) {
+    if (!is_read(type)) {
         return nullptr;
     }
     return by_tiles(type, n_columns) ? chosen().tiles : chosen().quantised;
@@ -135,8 +149,16 @@ bool weights_packed_alike(int a, int b, int64_t n_columns) {
     return tiles == by_tiles(b, n_columns) && (tiles || packing_of(a) == packing_of(b));
 }
 
+const char * weights_isa(void) {
+    return chosen().quantised ? chosen().quantised->name : "llama.cpp";
+}
+
 bool weights_same_bits(int type) {
     return !is_half(type) && body_of(type, 1) && body_of(type, 2);
+}
+
+bool weights_keep_layout(int type) {
+    return weights_repacked(type) < 0 && weights_same_bits(type);
 }
 
 size_t weights_work_bytes(const weights_columns * columns) {

@@ -23,7 +23,12 @@ MIXEDKV_INLINE Ints low_nibbles(Ints x) {
 
 template <class Ints>
 MIXEDKV_INLINE Ints high_nibbles(Ints x) {
-    return x >> 4 & 0x0f0f0f0f;
+    if constexpr (sizeof(Ints) == 16) { // NEON shifts bytes
+        using bytes = uint8_t __attribute__((vector_size(16)));
+        return Ints(bytes(x) >> 4);
+    } else {
+        return x >> 4 & 0x0f0f0f0f;
+    }
 }
 
 // Bit b of each byte of a lane, as the fifth of an element

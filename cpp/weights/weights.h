@@ -70,6 +70,19 @@ struct weights_product {
 // A node of ggml's that is a product has the address of `wanted` from here on in its op_params, or zeros.
 #define WEIGHTS_WANTED_PARAM 14
 
+// The type of rows that llama.cpp has repacked, or -1 where such rows have another layout
+static inline int weights_repacked(int type) {
+#if defined(__x86_64__) || defined(_M_X64)
+    return WEIGHTS_X8 + type;
+#else
+    (void)type;
+    return -1;
+#endif
+}
+
+// Whether llama.cpp must leave rows of this type as they lie in a file, for products to be made here
+WEIGHTS_API bool weights_keep_layout(int type);
+
 // Whether products of rows of this type with so many columns are made here, on this processor; all functions below need
 // that. llama.cpp keeps some columns of rows in 16 bits. MIXEDKV_WEIGHTS=llama.cpp leaves all products to it.
 // MIXEDKV_ISA forces a body as it does for attention.
@@ -96,6 +109,9 @@ WEIGHTS_API void weights_pack(const struct weights_columns * columns, const floa
 
 // Whether rows of these types read so many columns packed alike, if none are chosen
 WEIGHTS_API bool weights_packed_alike(int a, int b, int64_t n_columns);
+
+// The body that makes products of few columns with quantised rows, "llama.cpp" if it is none
+WEIGHTS_API const char * weights_isa(void);
 
 // Whether a column has the same bits alone, in any batch and with any number of threads: all its products are made
 // here, of quantised rows

@@ -247,7 +247,7 @@ void run(const weights_product & p, void * work, int64_t row_0, int64_t row_1) {
 } // namespace
 
 const weights_kernels * weights_amx() {
-    static const weights_kernels kernels = { "amx", true, cpu_has_amx, work_bytes, columns_bytes, pack, run };
+    static const weights_kernels kernels = { "amx", true, 1, cpu_has_amx, work_bytes, columns_bytes, pack, run };
     return &kernels;
 }
 

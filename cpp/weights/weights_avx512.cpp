@@ -84,15 +84,15 @@ void run_f16(const weights_product & p, void *, int64_t row_0, int64_t row_1) {
 } // namespace
 
 const weights_kernels * weights_avx512_f16() {
-    static const weights_kernels kernels = {
-        "avx512", true, cpu_has_avx512, no_work_bytes, f16_bytes, pack_f16, run_f16
-    };
+    static const weights_kernels kernels = { "avx512",      true,      1,        cpu_has_avx512,
+                                             no_work_bytes, f16_bytes, pack_f16, run_f16 };
     return &kernels;
 }
 
 const weights_kernels * weights_avx512() {
-    static const weights_kernels kernels = { "avx512",        false,          cpu_has_avx512,  no_work_bytes,
-                                             quantised_bytes, pack_quantised, run_body<avx512> };
+    static const weights_kernels kernels = { "avx512",       false,           8,
+                                             cpu_has_avx512, no_work_bytes,   quantised_bytes,
+                                             pack_quantised, run_body<avx512> };
     return &kernels;
 }
 

@@ -28,8 +28,9 @@ struct avxvnni : avx2 {
 } // namespace
 
 const weights_kernels * weights_avxvnni() {
-    static const weights_kernels kernels = { "avxvnni",       false,          cpu_has_avxvnni,  no_work_bytes,
-                                             quantised_bytes, pack_quantised, run_body<avxvnni> };
+    static const weights_kernels kernels = {
+        "avxvnni", false, 8, cpu_has_avxvnni, no_work_bytes, quantised_bytes, pack_quantised, run_body<avxvnni>
+    };
     return &kernels;
 }
 

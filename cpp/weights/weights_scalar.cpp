@@ -196,7 +196,7 @@ bool supported() {
 } // namespace
 
 const weights_kernels * weights_scalar() {
-    static const weights_kernels kernels = { "scalar",        false,          supported, no_work_bytes,
+    static const weights_kernels kernels = { "scalar",        false,          8,  supported, no_work_bytes,
                                              quantised_bytes, pack_quantised, run };
     return &kernels;
 }

@@ -44,7 +44,7 @@ struct amx_int8 {
 
 const weights_kernels * weights_tiles() {
     static const weights_kernels kernels = {
-        "amx", false, cpu_has_amx, tile_work_bytes, tiled_bytes, pack_tiled, run_tile_body<avx512, amx_int8>
+        "amx", false, 8, cpu_has_amx, tile_work_bytes, tiled_bytes, pack_tiled, run_tile_body<avx512, amx_int8>
     };
     return &kernels;
 }

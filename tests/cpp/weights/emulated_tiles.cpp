@@ -73,7 +73,7 @@ emulated::tile emulated::tiles[8];
 
 const weights_kernels * weights_emulated_tiles() {
     static const weights_kernels kernels = {
-        "emulated", false, cpu_has_avx512, tile_work_bytes, tiled_bytes, pack_tiled, run_tile_body<avx512, emulated>
+        "emulated", false, 8, cpu_has_avx512, tile_work_bytes, tiled_bytes, pack_tiled, run_tile_body<avx512, emulated>
     };
     return &kernels;
 }

@@ -40,6 +40,12 @@ inline const weights_kernels * find_body(const std::string & name) {
 struct named_type {
     const char * name;
     int          type;
+
+    bool is_read_by(const weights_kernels & body) const {
+        bool res = false;
+        with_row_type(type, [&](auto * row) { res = traits<row_of<decltype(row)>>.together <= body.together; });
+        return res;
+    }
 };
 
 constexpr named_type types[] = {

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
+#define cpu_has_neon    emulated_neon
 #define cpu_has_dotprod emulated_arm
 #define cpu_has_i8mm    emulated_arm_i8mm
 #define __aarch64__     1
