@@ -95,6 +95,14 @@ static py::tuple count_ring_rows(const cache_config & config, uint32_t n_seq, ui
     return py::make_tuple(n, least);
 }
 
+static bool gpus_read(int type_k, int type_v, uint32_t n_embd_head_k, uint32_t n_embd_head_v, uint32_t n_head,
+                      uint32_t n_head_kv) {
+    bool res = false;
+    check(mixedkv_gpus_read(static_cast<ggml_type>(type_k), static_cast<ggml_type>(type_v), n_embd_head_k,
+                            n_embd_head_v, n_head, n_head_kv, &res));
+    return res;
+}
+
 void register_config(py::module_ & m) {
     py::class_<cache_config> config(m, "CacheConfig");
     config.def(py::init<bool, uint32_t, uint32_t, uint32_t, const std::string &, uint32_t, uint32_t, float,
@@ -113,6 +121,8 @@ void register_config(py::module_ & m) {
     m.def("configure_next", &configure_next, "config"_a);
     m.def("withdraw", &withdraw);
     m.def("check", &check_model, "model"_a, "config"_a, "type_k"_a, "type_v"_a, "n_ctx"_a);
+    m.def("gpus_read", &gpus_read, "type_k"_a, "type_v"_a, "n_embd_head_k"_a, "n_embd_head_v"_a, "n_head"_a,
+          "n_head_kv"_a);
     m.def("count_ring_rows", &count_ring_rows, "config"_a, "n_seq"_a, "n_cells"_a, "bytes_cold"_a, "bytes_f16"_a);
 }
 

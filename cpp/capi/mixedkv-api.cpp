@@ -304,6 +304,20 @@ mixedkv_status mixedkv_find_cut(llama_context * ctx, int32_t seq_id, int32_t n, 
     });
 }
 
+mixedkv_status mixedkv_gpus_read(ggml_type type_k, ggml_type type_v, uint32_t n_embd_head_k, uint32_t n_embd_head_v,
+                                 uint32_t n_head, uint32_t n_head_kv, bool * out) {
+    return guarded([&] {
+        const std::string problem = llama_kv_mixed_type_problem(type_k, type_v);
+        require(problem.empty(), MIXEDKV_INVALID, problem);
+        require(out && n_head_kv > 0 && n_head % n_head_kv == 0, MIXEDKV_INVALID,
+                "out is NULL, or n_head is no multiple of n_head_kv");
+
+        const bool whole = n_embd_head_k % ggml_blck_size(type_k) == 0 && n_embd_head_v % ggml_blck_size(type_v) == 0;
+        *out             = n_embd_head_k > 0 && n_embd_head_v > 0 && whole &&
+                           llama_kv_devices_read({ type_k, type_v, n_embd_head_k, n_embd_head_v, n_head, n_head_kv });
+    });
+}
+
 mixedkv_status mixedkv_count_ring_rows(const mixedkv_config * config, uint32_t n_seq, uint32_t n_cells,
                                        uint64_t bytes_cold, uint64_t bytes_f16, uint32_t * n_out,
                                        uint32_t * least_out) {

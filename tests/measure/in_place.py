@@ -54,40 +54,40 @@ def formula(args: argparse.Namespace) -> Iterator[str]:
         yield f"| {n:,} | {' | '.join(cells)} |"
 
 
-def decode_seconds(llm: Llama, n: int, n_gen: int) -> float:
-    """Return how long a token takes behind `n` others."""
+def seconds(llm: Llama, tokens: list[int], n_gen: int) -> tuple[float, float]:
+    """Return how long a prompt takes, and then each token behind it."""
+    llm.reset()
+    began = time.perf_counter()
+    llm.eval(tokens)
+    prompt = time.perf_counter() - began
     began = time.perf_counter()
     for i in range(n_gen):
         llm.eval([3 + i % 40])
-    seconds = (time.perf_counter() - began) / n_gen
-    llm._ctx.kv_cache_seq_rm(-1, n, -1)
-    llm.n_tokens = n
-    return seconds
+    return prompt, (time.perf_counter() - began) / n_gen
 
 
 def measured(args: argparse.Namespace) -> Iterator[str]:
     options = {"n_ctx": args.n_prompt + 512, "n_gpu_layers": -1, "flash_attn": True, "verbose": False}
     with ExitStack() as stack:
         llms = {name: stack.enter_context(Llama(args.model, kv=kv, **options)) for name, kv in CACHES.items()}
-        yield "| | " + " | ".join(CACHES) + " |"
+        yield f"| {args.n_prompt:,} tokens | {' | '.join(CACHES)} |"
         yield "|---|" + "---|" * len(CACHES)
-        for label, key in (("cache", "bytes_total"), ("view", "bytes_view"), ("compute", "bytes_compute")):
+        for label, key in (
+            ("cache", "bytes_total"),
+            ("of it the view", "bytes_view"),
+            ("compute buffers", "bytes_compute"),
+        ):
             cells = [format_bytes(getattr(llm.kv.stats(), key)) for llm in llms.values()]
             yield f"| {label} | {' | '.join(cells)} |"
         tokens = [3 + i % 40 for i in range(args.n_prompt)]
-        prompts: dict[str, float] = {}
-        for name, llm in llms.items():
-            began = time.perf_counter()
-            llm.eval(tokens)
-            prompts[name] = time.perf_counter() - began
-        rounds: dict[str, list[float]] = {name: [] for name in llms}
+        rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in llms}
         for _ in range(args.repeats):
             for name, llm in llms.items():
-                rounds[name].append(decode_seconds(llm, args.n_prompt, args.n_gen))
-        decode = {name: statistics.median(times) for name, times in rounds.items()}
-        for label, times in (("a prompt", prompts), ("one by one", decode)):
+                rounds[name].append(seconds(llm, tokens, args.n_gen))
+        for i, label in enumerate(("the prompt", "a token behind it")):
+            times = {name: statistics.median(each[i] for each in rounds[name]) for name in llms}
             cells = [f"{times[name]:.3f} s, {times['f16'] / times[name]:.2f}" for name in llms]
-            yield f"| {label} of/behind {args.n_prompt:,}: time, rate times f16 | {' | '.join(cells)} |"
+            yield f"| {label}: time, rate times f16 | {' | '.join(cells)} |"
 
 
 def main() -> None:

@@ -273,6 +273,12 @@ LLAMA_API const char * mixedkv_refused(struct llama_context * ctx);
 // looked at. The text holds until the next call on this thread.
 LLAMA_API const char * mixedkv_bits_problem(struct llama_context * ctx);
 
+// Whether this process has GPUs, and attention on each of them reads the cold rows of such a layer as they lie.
+// Elsewhere, for latent rows (MLA) and where a bias is subtracted from K, it takes mixedkv_stats.bytes_view.
+LLAMA_API enum mixedkv_status mixedkv_gpus_read(enum ggml_type type_k, enum ggml_type type_v, uint32_t n_embd_head_k,
+                                                uint32_t n_embd_head_v, uint32_t n_head, uint32_t n_head_kv,
+                                                bool * out);
+
 // F16 rows that a cache of n_cells for n_seq sequences allocates, for a token that takes so many bytes in all layers,
 // cold and in F16. *least_out is the least hot_budget that it takes.
 LLAMA_API enum mixedkv_status mixedkv_count_ring_rows(const struct mixedkv_config * config, uint32_t n_seq,

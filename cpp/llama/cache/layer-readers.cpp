@@ -23,10 +23,28 @@ static llama_kv_layer_shape shape_of(const llama_hparams & hparams, uint32_t il,
     return res;
 }
 
-// For tests: off until a GPU has run it, see docs/decisions/127
-static bool reads_in_place() {
+// Off unless asked for, until a GPU has run it: see docs/decisions/127
+static bool may_read_in_place() {
     const char * value = std::getenv("MIXEDKV_IN_PLACE");
     return value && strcmp(value, "1") == 0;
+}
+
+bool llama_kv_devices_read(const llama_kv_layer_shape & layer) {
+    constexpr int64_t any_size = 256;
+
+    bool res = false;
+    for (size_t i = 0; i < ggml_backend_dev_count(); ++i) {
+        ggml_backend_dev_t dev  = ggml_backend_dev_get(i);
+        const auto         type = ggml_backend_dev_type(dev);
+        if (type != GGML_BACKEND_DEVICE_TYPE_GPU && type != GGML_BACKEND_DEVICE_TYPE_IGPU) {
+            continue;
+        }
+        res = llama_kv_node_runs_on(dev, layer) || (may_read_in_place() && llama_kv_in_place_runs_on(dev, layer, any_size));
+        if (!res) {
+            break;
+        }
+    }
+    return res;
 }
 
 static ggml_backend_dev_t device_of(const ggml_tensor * rows) {
@@ -43,14 +61,14 @@ llama_kv_layer_readers::llama_kv_layer_readers(const llama_kv_cache & cold, cons
 
         const bool host     = ggml_backend_buft_is_host(ggml_backend_buffer_get_type(rows.k->buffer));
         const bool has_bias = basis.get_pairs(rows.il); // kernels of devices add no biases to K
-        const bool has_node = !host && rows.v && llama_kv_node_runs_on(dev, shape_of(hparams, rows.il, rows.k->type, rows.v->type));
+        const auto shape    = shape_of(hparams, rows.il, rows.k->type, rows.v ? rows.v->type : rows.k->type);
+        const bool has_node = !host && rows.v && llama_kv_node_runs_on(dev, shape);
         const bool gathers  = llama_kv_gathers_f16(dev, rows.k) && (!rows.v || llama_kv_gathers_f16(dev, rows.v));
 
         layer res;
         res.on_device   = may_fuse && has_node && !has_bias;
         res.fused       = res.on_device || (may_fuse && host);
-        res.in_place    = may_fuse && reads_in_place() && has_hot && !host && !res.fused && !has_bias && rows.v && llama_kv_in_place_runs_on(dev, rows.k, rows.v,
-                hparams.n_embd_head_k(rows.il), hparams.n_embd_head_v(rows.il), hparams.n_head(rows.il), hparams.n_head_kv(rows.il));
+        res.in_place    = may_fuse && may_read_in_place() && has_hot && !host && !res.fused && !has_bias && rows.v && llama_kv_in_place_runs_on(dev, shape, rows.k->ne[1]);
         res.gathers_k   = gathers && !has_bias;
         res.gathers_v   = gathers;
         res.last_reader = -1;

@@ -1,7 +1,7 @@
 #pragma once
 
 // Which node reads the rows of each layer of a cache. The fused node reads them as they lie, on the CPU or on a CUDA device. On
-// Vulkan llama.cpp's own shaders can too (graph/in-place.h); only tests turn that on. Otherwise attention of a backend reads a
+// Vulkan llama.cpp's own shaders can too (graph/in-place.h), where that is asked for. Otherwise attention of a backend reads a
 // merged view: an F16 copy of all rows, made in the graph (cache/mixed-view.cpp).
 //
 // llama_kv_cache_mixed composes one, and it never changes: graphs are built by it. Others reach it through
@@ -10,11 +10,15 @@
 #include "mixedkv/mixedkv.h"
 
 #include "ggml-backend.h"
+#include "graph/node.h"
 #include "llama-kv-cache.h"
 #include "rows/row-basis.h"
 
 #include <cstdint>
 #include <vector>
+
+// Whether there are GPUs, and each reads the rows of such a layer as they lie where it keeps values and subtracts no bias
+bool llama_kv_devices_read(const llama_kv_layer_shape & layer);
 
 class llama_kv_layer_readers {
 public:

@@ -406,8 +406,11 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_in_place(
 
     ggml_context * ctx = graph.ctx0;
 
-    if (!state.parted_mask) {
-        state.parted_mask = llama_kv_in_place_mask(ctx, kq_mask, get_n_kv(), hot.get_n_rows());
+    const int64_t n_queries = llama_kv_in_place_queries(kq_mask->ne[0], k->ne[3], q->ne[1], v->ne[0]);
+
+    auto & masks = state.parted_masks[n_queries];
+    if (masks.empty()) {
+        masks = llama_kv_in_place_masks(ctx, kq_mask, get_n_kv(), hot.get_n_rows(), n_queries);
     }
 
     llama_kv_in_place_inputs in;
@@ -418,16 +421,20 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_in_place(
     in.ring_v = hot.get_v(ctx, il, sinfos[i_cur]);
     in.cur_k  = get_cur(il).k;
     in.cur_v  = get_cur(il).v;
-    in.mask   = state.parted_mask;
     in.sinks  = sinks;
+    in.masks  = masks;
 
     in.scale         = kq_scale;
     in.max_bias      = hparams.f_max_alibi_bias;
     in.logit_softcap = hparams.attn_soft_cap ? hparams.f_attn_logit_softcapping : 0.0f;
 
-    ggml_tensor * res = llama_kv_in_place_attention(ctx, in);
-    if (ggml_backend_t backend = find_backend(graph, il)) {
-        ggml_backend_sched_set_tensor_backend(graph.sched, res, backend);
+    std::vector<ggml_tensor *> nodes;
+    ggml_tensor *  res     = llama_kv_in_place_attention(ctx, in, nodes);
+    ggml_backend_t backend = find_backend(graph, il);
+    for (ggml_tensor * node : nodes) {
+        if (backend) {
+            ggml_backend_sched_set_tensor_backend(graph.sched, node, backend);
+        }
     }
     res = ggml_reshape_2d(ctx, res, res->ne[0]*res->ne[1], q->ne[2]);
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "cache/mixed.h"
+#include "graph/in-place.h"
 
 #include <array>
 #include <map>
@@ -89,7 +90,8 @@ private:
         int rotation_k = 0;
         int rotation_v = 0;
 
-        ggml_tensor * parted_mask = nullptr; // of layers that are read in place
+        // of layers that are read in place, by how many queries a node takes
+        std::map<int64_t, std::vector<llama_kv_in_place_mask>> parted_masks;
 
         // the numbers of the rows that are gathered, I32, and the nodes that other devices would take and cannot compute
         struct {

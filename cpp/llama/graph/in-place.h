@@ -6,8 +6,18 @@
 
 #include "ggml-backend.h"
 #include "ggml.h"
+#include "graph/node.h"
 
 #include <cstdint>
+#include <vector>
+
+// What some queries of each stream see: the mask in parts, one for each tensor of rows, since shaders read rows of a mask as
+// one after the other.
+struct llama_kv_in_place_mask {
+    int64_t       first = 0; // of the queries
+    int64_t       n     = 0;
+    ggml_tensor * parts = nullptr;
+};
 
 struct llama_kv_in_place_inputs {
     ggml_tensor * q      = nullptr; // F32 [n_embd_head_k, n_head, n_tokens]
@@ -17,24 +27,26 @@ struct llama_kv_in_place_inputs {
     ggml_tensor * ring_v = nullptr;
     ggml_tensor * cur_k  = nullptr; // F16 [n_embd_head, n_head_kv, n_tokens], contiguous
     ggml_tensor * cur_v  = nullptr;
-    ggml_tensor * mask   = nullptr; // from llama_kv_in_place_mask
     ggml_tensor * sinks  = nullptr; // nullptr: the layer has none
+
+    std::vector<llama_kv_in_place_mask> masks; // of all queries, in order
 
     float scale         = 1.0f;
     float max_bias      = 0.0f;
     float logit_softcap = 0.0f;
 };
 
-// returns F32 [n_embd_head_v, n_head, n_tokens/n_stream, n_stream]
-ggml_tensor * llama_kv_in_place_attention(ggml_context * ctx, const llama_kv_in_place_inputs & in);
+// returns F32 [n_embd_head_v, n_head, n_tokens/n_stream, n_stream]; nodes: those that the device has to compute
+ggml_tensor * llama_kv_in_place_attention(ggml_context * ctx, const llama_kv_in_place_inputs & in, std::vector<ggml_tensor *> & nodes);
 
-// The mask [n_mask, n_tokens/n_stream, 1, n_stream] in parts, one for each tensor of rows: shaders read rows of a mask as one
-// after the other. It has columns for n_kv cold rows, then n_ring of the ring, then the ubatch.
-ggml_tensor * llama_kv_in_place_mask(ggml_context * ctx, ggml_tensor * mask, int64_t n_kv, int64_t n_ring);
+// Queries of each stream that one node takes at most: some devices bind neither what the splits of a large ubatch sum up nor
+// its mask, which has n_keys columns.
+int64_t llama_kv_in_place_queries(int64_t n_keys, int64_t n_stream, int64_t n_head, int64_t n_embd_head_v);
 
-// whether the device computes this node for a layer with these rows [n_embd_gqa, kv_size, n_stream]
-bool llama_kv_in_place_runs_on(
-        ggml_backend_dev_t dev,
-        ggml_tensor * cold_k, ggml_tensor * cold_v,
-        int64_t n_embd_head_k, int64_t n_embd_head_v,
-        int64_t n_head, int64_t n_head_kv);
+// Cuts the mask [n_mask, n_tokens/n_stream, 1, n_stream], which has columns for n_kv cold rows, then n_ring of the ring, then
+// the ubatch.
+std::vector<llama_kv_in_place_mask> llama_kv_in_place_masks(
+        ggml_context * ctx, ggml_tensor * mask, int64_t n_kv, int64_t n_ring, int64_t n_queries);
+
+// whether the device computes this node for a layer with kv_size such rows
+bool llama_kv_in_place_runs_on(ggml_backend_dev_t dev, const llama_kv_layer_shape & layer, int64_t kv_size);

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from mixedkv import _core
 from mixedkv.config import PRESETS, KVSetting, MixedKVConfig, parse_kv
-from mixedkv.model.footprint import WINDOWED, ModelShape, Sliding, footprint, longest
+from mixedkv.model.footprint import WINDOWED, ModelShape, Reads, Sliding, cache_bytes, longest
 from mixedkv.model.gguf_file import ModelFile
 from mixedkv.model.resolve_budget import fit_window, resolve_budget
 from mixedkv.sizes import format_bytes
@@ -74,6 +75,7 @@ class ContextPlace:
         n_seq: sequences that share it; `n_stream` equal parts have sequences of their own.
         on_cpu: the cache lies in CPU memory.
         gpus_write_all: GPUs write all cold types.
+        reads: tells whether they read rows as they lie.
         weights: bytes of weights that are still to be loaded.
         compute: bytes of compute buffers for a context of some tokens.
         beside: what else is to be loaded.
@@ -86,6 +88,7 @@ class ContextPlace:
     sliding: Sliding = WINDOWED
     on_cpu: bool = True
     gpus_write_all: bool = False
+    reads: Reads = _core.gpus_read
     weights: int = 0
     compute: Callable[[int], int]
     beside: Beside = Beside()
@@ -108,13 +111,24 @@ class ContextPlace:
                 on_cpu=self.on_cpu,
                 gpus_write_all=self.gpus_write_all,
                 sliding=self.sliding,
+                reads=self.reads,
             )
         return fit_window(kv, self.shape, n_ctx, self.n_seq, self.n_stream, self.sliding)
 
     def size(self, kv: KVSetting, n_ctx: int) -> int:
-        """Return the bytes of a cache."""
-        n, n_seq = n_ctx // self.n_stream, self.n_seq // self.n_stream
-        return self.n_stream * footprint(self.shape, self.resolved(kv, n_ctx), n, n_seq, self.sliding).bytes
+        """Return the bytes of a cache, and of the view that attention takes on GPUs that do not read it as it
+        lies.
+        """
+        return cache_bytes(
+            self.shape,
+            self.resolved(kv, n_ctx),
+            n_ctx,
+            self.n_seq,
+            self.sliding,
+            n_stream=self.n_stream,
+            on_cpu=self.on_cpu,
+            reads=self.reads,
+        )
 
     def left(self, n_ctx: int) -> int | None:
         """Return the bytes that the cache of such a context may take."""

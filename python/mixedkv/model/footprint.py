@@ -6,13 +6,13 @@ keeps no keys and values, and a layer with a sliding window has room for the win
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from mixedkv import _core
 from mixedkv.config import KVSetting
-from mixedkv.config.mixed import type_bits
+from mixedkv.config.mixed import ggml_type, type_bits
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import CELLS, padded
 from mixedkv.model.gguf_file import ModelFile, n_layers
@@ -103,7 +103,7 @@ _HYBRID_PERIOD = {"qwen3next": 4, "qwen35": 4, "qwen35moe": 4}
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """One layer that keeps keys and values; head_v is 0 where values are a part of the keys (MLA). One that
-    `slides` has a sliding window.
+    `slides` has a sliding window. `has_k_bias`: its keys have a bias, which quantised rows may leave out.
     """
 
     il: int
@@ -111,6 +111,7 @@ class LayerShape:
     head_k: int
     head_v: int
     slides: bool = False
+    has_k_bias: bool = False
 
     @property
     def n_embd_k(self) -> int:
@@ -174,13 +175,17 @@ class Sliding:
 
 WINDOWED = Sliding()
 
+Reads = Callable[[int, int, int, int, int, int], bool]
+"""Tells whether GPUs read rows as they lie: of the types of K and V, the sizes of their heads, the number of
+query heads and of KV heads."""
+
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
     """Bytes of a cache by formula, and the K and V elements they hold.
 
-    `view` is what merged attention takes of the compute buffers, for an F16 view of the rows of a layer. It
-    is a part of `bytes` if the setting asks for that.
+    `view` is what attention on a GPU takes of the compute buffers, for an F16 view of the rows of a layer
+    that it does not read as they lie. It is a part of `bytes` if the setting asks for that.
     """
 
     bytes: int
@@ -216,16 +221,27 @@ def model_shape(model: ModelFile) -> ModelShape:
 
 
 def footprint(
-    shape: ModelShape, kv: KVSetting, n_ctx: int, n_seq: int = 1, sliding: Sliding = WINDOWED
+    shape: ModelShape,
+    kv: KVSetting,
+    n_ctx: int,
+    n_seq: int = 1,
+    sliding: Sliding = WINDOWED,
+    reads: Reads = _core.gpus_read,
 ) -> Footprint:
     """Return the bytes that a cache of `n_ctx` tokens would take, which `n_seq` sequences share.
+
+    Args:
+        reads: of the GPUs that there are; without one nothing is read as it lies.
 
     Raises:
         ValueError: the setting names layers that the model lacks.
     """
     kv.check_layers(shape.n_layer)
     cells = n_cells(shape, n_ctx, n_seq, sliding)
-    parts = [_part(group, kv, n, n_seq) for group, n in zip(shape.groups, cells, strict=True) if group]
+    merged = {layer.il for layer in shape.layers if not _reads_layer(shape, kv, layer, reads)}
+    parts = [
+        _part(group, kv, n, n_seq, merged) for group, n in zip(shape.groups, cells, strict=True) if group
+    ]
     view = max((part.view for part in parts), default=0)
     return Footprint(
         bytes=sum(part.bytes for part in parts) + (view if kv.attention == "merged" else 0),
@@ -234,19 +250,49 @@ def footprint(
     )
 
 
+def cache_bytes(
+    shape: ModelShape,
+    kv: KVSetting,
+    n_ctx: int,
+    n_seq: int = 1,
+    sliding: Sliding = WINDOWED,
+    *,
+    n_stream: int = 1,
+    on_cpu: bool = True,
+    reads: Reads = _core.gpus_read,
+) -> int:
+    """Return the bytes of a cache whose context is `n_stream` equal parts. If it does not lie in CPU memory,
+    these include the view that attention takes.
+    """
+    each = footprint(shape, kv, n_ctx // n_stream, n_seq // n_stream, sliding, reads)
+    merges = not on_cpu and kv.attention == "auto"
+    return n_stream * (each.bytes + (each.view if merges else 0))
+
+
+def _reads_layer(shape: ModelShape, kv: KVSetting, layer: LayerShape, reads: Reads) -> bool:
+    if kv.attention == "merged" or layer.has_k_bias or not layer.head_v:
+        return False
+    type_k, type_v = map(ggml_type, kv.types_of(layer.il))
+    return reads(type_k, type_v, layer.head_k, layer.head_v, shape.n_head[layer.il], layer.n_head_kv)
+
+
 def n_cells(shape: ModelShape, n_ctx: int, n_seq: int = 1, sliding: Sliding = WINDOWED) -> tuple[int, int]:
     """Return the cells of layers that keep all rows, and of those with a sliding window."""
     return padded(n_ctx), sliding.n_cells(shape.window, n_ctx, n_seq)
 
 
-def _part(layers: Sequence[LayerShape], kv: KVSetting, n_cells: int, n_seq: int) -> Footprint:
-    """Return what layers with the same cells take."""
+def _part(
+    layers: Sequence[LayerShape], kv: KVSetting, n_cells: int, n_seq: int, merged: Set[int]
+) -> Footprint:
+    """Return what layers with the same cells take. Those in `merged` are read through a view."""
     n_embd = sum(layer.n_embd_k + layer.n_embd_v for layer in layers)
     n_rows = _ring_rows(layers, kv, n_cells, n_seq)
     return Footprint(
         bytes=n_cells * sum(cold_bytes(layer, kv) for layer in layers) + n_rows * _F16_BYTES * n_embd,
         n_elements=n_cells * n_embd,
-        view=max(_view_bytes(layer, n_cells + n_rows) for layer in layers) if n_rows else 0,
+        view=max((_view_bytes(layer, n_cells + n_rows) for layer in layers if layer.il in merged), default=0)
+        if n_rows
+        else 0,
     )
 
 
@@ -292,6 +338,7 @@ def _layers(model: ModelFile, n_layer: int) -> Iterator[LayerShape]:
     width = int(model.get("embedding_length"))
     slides = sliding_layers(model)
     latent = bool(model.get("attention.key_length_mla") and model.get("attention.value_length_mla"))
+    names = {tensor.name for tensor in model.tensors}
     for il in range(n_layers_with_rows(model)):
         if n_head_kv[il] and not recurrent[il]:
             size = width // max(1, n_head[il])
@@ -300,7 +347,10 @@ def _layers(model: ModelFile, n_layer: int) -> Iterator[LayerShape]:
                 or model.get(f"attention.{part}_length", size)
                 for part in ("key", "value")
             )
-            yield LayerShape(il, n_head_kv[il], int(head_k), 0 if latent else int(head_v), slides[il])
+            has_k_bias = not names.isdisjoint(f"blk.{il}.attn_{part}.bias" for part in ("k", "qkv"))
+            yield LayerShape(
+                il, n_head_kv[il], int(head_k), 0 if latent else int(head_v), slides[il], has_k_bias
+            )
 
 
 def _recurrent_layers(model: ModelFile, n_layer: int) -> list[bool]:

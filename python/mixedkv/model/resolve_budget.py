@@ -10,9 +10,19 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from mixedkv import _core
 from mixedkv.config import KVSetting, MixedKVConfig
 from mixedkv.limits import padded
-from mixedkv.model.footprint import WINDOWED, ModelShape, Sliding, footprint, model_shape, n_cells
+from mixedkv.model.footprint import (
+    WINDOWED,
+    ModelShape,
+    Reads,
+    Sliding,
+    cache_bytes,
+    footprint,
+    model_shape,
+    n_cells,
+)
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.layer_plan import LayerPlan, Shares
 from mixedkv.sizes import format_bytes
@@ -31,20 +41,21 @@ def resolve_budget(
     on_cpu: bool = True,
     gpus_write_all: bool = False,
     sliding: Sliding = WINDOWED,
+    reads: Reads = _core.gpus_read,
 ) -> KVSetting:
     """The setting that a budget comes to for a model and a context, see `for_budget`; a setting
     without one stays as it is. `n_stream` equal parts of the context have sequences
-    of their own; `on_cpu`: the cache lies in CPU memory. Elsewhere attention merges, which takes an F16 view
-    of a layer, and types of `OWN_TYPES` need GPUs that write them.
+    of their own; `on_cpu`: the cache lies in CPU memory. Elsewhere attention takes an F16 view of a layer
+    whose rows GPUs do not read as they lie, and types of `OWN_TYPES` need GPUs that write them.
 
     Raises:
         ValueError: nothing fits the budget.
     """
     if not isinstance(kv, MixedKVConfig) or kv.is_resolved:
         return kv
-    n_ctx, n_seq = n_ctx // n_stream, n_seq // n_stream
-    kv = _within(kv, padded(n_ctx))
-    cells = n_cells(shape, n_ctx, n_seq, sliding)
+    n_each, n_seq_each = n_ctx // n_stream, n_seq // n_stream
+    kv = _within(kv, padded(n_each))
+    cells = n_cells(shape, n_each, n_seq_each, sliding)
     plan = LayerPlan(shape, shares, cells=cells, own_types=on_cpu or gpus_write_all)
     f16 = kv.without_quantization()
     if bits := kv.budget_bits:
@@ -56,9 +67,9 @@ def resolve_budget(
         return replace(kv, budget=0, cold_type_k=type_k, cold_type_v=type_v, layers=layers)
 
     def size(setting: KVSetting) -> int:
-        each = footprint(shape, setting, n_ctx, n_seq, sliding)
-        merges = not on_cpu and setting.attention == "auto"
-        return n_stream * (each.bytes + (each.view if merges else 0))
+        return cache_bytes(
+            shape, setting, n_ctx, n_seq, sliding, n_stream=n_stream, on_cpu=on_cpu, reads=reads
+        )
 
     def make(types: Types, threshold: int) -> MixedKVConfig:
         type_k, type_v, layers = shorten(types)
@@ -68,7 +79,7 @@ def resolve_budget(
 
     if size(f16) <= int(kv.budget):
         return f16
-    least, most = kv.quantization_threshold, n_ctx // n_seq - kv.sink_tokens
+    least, most = kv.quantization_threshold, n_each // n_seq_each - kv.sink_tokens
     windows = range(least, max(most, least) + 1, kv.group_size)
     return _spend(str(kv), int(kv.budget), plan, windows, make, size)
 

@@ -358,6 +358,13 @@ static void test_budget(struct llama_context * ctx) {
     EXPECT(OK, mixedkv_find_cut(ctx, 0, INT_MAX, &cut));
     EXPECT(INVALID, mixedkv_check_rows(NULL));
     EXPECT(OK, mixedkv_check_rows(ctx));
+    EXPECT(INVALID, mixedkv_gpus_read(-1, MIXEDKV_TYPE_LM4, 64, 64, 4, 2, &whole));
+    EXPECT(INVALID, mixedkv_gpus_read(GGML_TYPE_IQ2_XXS, GGML_TYPE_F16, 64, 64, 4, 2, &whole));
+    EXPECT(INVALID, mixedkv_gpus_read(GGML_TYPE_F16, GGML_TYPE_F16, 64, 64, 4, 0, &whole));
+    EXPECT(INVALID, mixedkv_gpus_read(GGML_TYPE_F16, GGML_TYPE_F16, 64, 64, 4, 3, &whole));
+    EXPECT(INVALID, mixedkv_gpus_read(GGML_TYPE_F16, GGML_TYPE_F16, 64, 64, 4, 2, NULL));
+    EXPECT(OK, mixedkv_gpus_read(GGML_TYPE_Q4_0, GGML_TYPE_F16, 80, 80, 4, 2, &whole));
+    EXPECT(OK, mixedkv_gpus_read(GGML_TYPE_F16, GGML_TYPE_F16, 64, 0, 4, 2, &whole));
     EXPECT(INVALID, mixedkv_count_ring_rows(NULL, 1, 256, 1, 1, &n, &least));
     EXPECT(INVALID, mixedkv_count_ring_rows(&config, 1, 256, 1, 1, NULL, &least));
     EXPECT(INVALID, mixedkv_count_ring_rows(&config, 1, 256, 1, 1, &n, NULL));

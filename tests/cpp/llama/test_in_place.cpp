@@ -30,6 +30,8 @@ struct attention_case {
     float     max_bias = 0.0f, logit_softcap = 0.0f;
     bool      has_sinks = false;
     double    visible   = 0.4; // of all pairs; 0: causal, with a window that the ring has
+    int64_t   n_queries = 0;   // of each node; 0: as the cache cuts them
+    int64_t   every     = 1;   // one of so many outputs of a head is compared
 
     std::string name() const {
         std::string res = "heads of " + std::to_string(d_k) + "/" + std::to_string(d_v) + ", " +
@@ -37,6 +39,7 @@ struct attention_case {
                           ggml_type_name(type_k) + "/" + ggml_type_name(type_v) + ", " + std::to_string(n_kv) + "+" +
                           std::to_string(n_ring) + "+" + std::to_string(n_tokens) + " keys";
         res += n_stream > 1 ? ", " + std::to_string(n_stream) + " streams" : "";
+        res += n_queries > 0 ? ", cut by " + std::to_string(n_queries) : "";
         res += max_bias > 0 ? ", ALiBi" : "";
         res += logit_softcap > 0 ? ", soft cap" : "";
         return res + (has_sinks ? ", sinks" : "");
@@ -69,10 +72,10 @@ class problem {
     int64_t n_keys() const { return c.n_kv + c.n_ring + c.n_tokens; }
     float   scale() const { return 1.0f / std::sqrt(float(c.d_k)); }
 
-    // [d_v, n_head, n_tokens, n_stream]
+    // [d_v, n_head, n_tokens, n_stream]; outputs that are not compared are 0
     std::vector<double> exact() const {
         std::vector<double> res(c.d_v * c.n_head * c.n_tokens * c.n_stream);
-        for (int64_t i = 0; i < c.n_head * c.n_tokens * c.n_stream; ++i) {
+        for (int64_t i = 0; i < c.n_head * c.n_tokens * c.n_stream; i += c.every) {
             attend(i % c.n_head, i / c.n_head % c.n_tokens, i / c.n_head / c.n_tokens, res.data() + i * c.d_v);
         }
         return res;
@@ -214,14 +217,14 @@ class device {
     ggml_backend_dev_t get() const { return dev; }
 
     // RMS of the difference from double precision by RMS of that
-    double error(const problem & p) const { return distance(compute(p), p.exact()); }
+    double error(const problem & p) const { return distance(compute(p), p.exact(), p.c.d_v, p.c.every); }
 
   private:
     ggml_backend_dev_t dev = nullptr;
 
-    static double distance(const std::vector<float> & got, const std::vector<double> & want) {
+    static double distance(const std::vector<float> & got, const std::vector<double> & want, int64_t d, int64_t every) {
         double far = 0, size = 0;
-        for (size_t i = 0; i < want.size(); ++i) {
+        for (int64_t i = 0; i < int64_t(want.size()); i += i % d == d - 1 ? 1 + (every - 1) * d : 1) {
             far += (got[i] - want[i]) * (got[i] - want[i]);
             size += want[i] * want[i];
         }
@@ -256,26 +259,35 @@ class device {
         };
 
         llama_kv_in_place_inputs in;
-        in.q              = q;
-        in.cold_k         = heads(add(p.cold_k, c.type_k, c.d_k, c.n_kv), c.d_k);
-        in.cold_v         = heads(add(p.cold_v, c.type_v, c.d_v, c.n_kv), c.d_v);
-        in.ring_k         = heads(add(p.ring_k, GGML_TYPE_F16, c.d_k, c.n_ring), c.d_k);
-        in.ring_v         = heads(add(p.ring_v, GGML_TYPE_F16, c.d_v, c.n_ring), c.d_v);
-        in.cur_k          = ggml_reshape_3d(ctx, add(p.cur_k, GGML_TYPE_F16, c.d_k, c.n_tokens), c.d_k, c.n_head_kv,
-                                            c.n_tokens * c.n_stream);
-        in.cur_v          = ggml_reshape_3d(ctx, add(p.cur_v, GGML_TYPE_F16, c.d_v, c.n_tokens), c.d_v, c.n_head_kv,
-                                            c.n_tokens * c.n_stream);
-        in.mask           = llama_kv_in_place_mask(ctx, mask, c.n_kv, c.n_ring);
-        in.sinks          = sinks;
-        in.scale          = p.scale();
-        in.max_bias       = c.max_bias;
-        in.logit_softcap  = c.logit_softcap;
-        ggml_tensor * res = llama_kv_in_place_attention(ctx, in);
+        in.q      = q;
+        in.cold_k = heads(add(p.cold_k, c.type_k, c.d_k, c.n_kv), c.d_k);
+        in.cold_v = heads(add(p.cold_v, c.type_v, c.d_v, c.n_kv), c.d_v);
+        in.ring_k = heads(add(p.ring_k, GGML_TYPE_F16, c.d_k, c.n_ring), c.d_k);
+        in.ring_v = heads(add(p.ring_v, GGML_TYPE_F16, c.d_v, c.n_ring), c.d_v);
+        in.cur_k  = ggml_reshape_3d(ctx, add(p.cur_k, GGML_TYPE_F16, c.d_k, c.n_tokens), c.d_k, c.n_head_kv,
+                                    c.n_tokens * c.n_stream);
+        in.cur_v  = ggml_reshape_3d(ctx, add(p.cur_v, GGML_TYPE_F16, c.d_v, c.n_tokens), c.d_v, c.n_head_kv,
+                                    c.n_tokens * c.n_stream);
+
+        const int64_t n_most = llama_kv_in_place_queries(p.n_keys(), c.n_stream, c.n_head, c.d_v);
+        const int64_t n_cut  = c.n_queries > 0 ? c.n_queries : n_most;
+
+        in.masks         = llama_kv_in_place_masks(ctx, mask, c.n_kv, c.n_ring, n_cut);
+        in.sinks         = sinks;
+        in.scale         = p.scale();
+        in.max_bias      = c.max_bias;
+        in.logit_softcap = c.logit_softcap;
+
+        std::vector<ggml_tensor *> nodes;
+        ggml_tensor *              res = llama_kv_in_place_attention(ctx, in, nodes);
 
         ggml_cgraph * graph = ggml_new_graph(ctx);
         ggml_build_forward_expand(graph, res);
         ggml_backend_buffer_ptr buffer(ggml_backend_alloc_ctx_tensors(ctx, backend.get()));
-        CHECK(buffer && ggml_backend_dev_supports_op(dev, res));
+        CHECK(buffer);
+        for (const ggml_tensor * node : nodes) {
+            CHECK(ggml_backend_dev_supports_op(dev, node));
+        }
 
         ggml_backend_tensor_set(q, p.q.data(), 0, ggml_nbytes(q));
         ggml_backend_tensor_set(mask, p.mask.data(), 0, ggml_nbytes(mask));
@@ -362,6 +374,15 @@ std::vector<attention_case> all_cases() {
             c.n_tokens  = n;
         });
     }
+    // micro-batches that are cut
+    for (const int64_t n_stream : { 1, 3 }) {
+        add([&](attention_case & c) {
+            c.n_queries = 128;
+            c.n_tokens  = 300;
+            c.n_stream  = n_stream;
+            c.has_sinks = true;
+        });
+    }
     // each shader is compiled for a head size and its types
     for (const int64_t d : { 64, 96, 128, 256 }) {
         for (const ggml_type type : { GGML_TYPE_Q4_0, GGML_TYPE_Q8_0, GGML_TYPE_F16, GGML_TYPE_Q5_0 }) {
@@ -385,6 +406,14 @@ std::vector<attention_case> all_cases() {
         c.type_k = c.type_v = GGML_TYPE_F16;
         c.n_tokens          = 9;
     });
+    // more than lavapipe binds: the cache cuts it
+    add([](attention_case & c) {
+        c.d_k = c.d_v = 256;
+        c.n_head      = 128;
+        c.n_head_kv   = 2;
+        c.n_tokens    = 340;
+        c.every       = 997;
+    });
     return res;
 }
 
@@ -400,6 +429,11 @@ int main(int argc, char ** argv) {
         return no_device;
     }
     printf("%s\n", gpu.name().c_str());
+
+    // what is bound at once of a micro-batch: the mask of a long context, and the splits of many heads
+    CHECK(llama_kv_in_place_queries(131072, 1, 32, 128) == 512);
+    CHECK(llama_kv_in_place_queries(4096, 1, 32, 256) == 1280);
+    CHECK(llama_kv_in_place_queries(4096, 4, 32, 256) == 256);
 
     const auto   cases = all_cases();
     const size_t first = argc > 2 ? size_t(atoi(argv[1])) : 0;

@@ -6,6 +6,7 @@ tests/cpp/llama/test_in_place.cpp compares the attention alone with double preci
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,9 +14,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mixedkv import Llama
+from mixedkv.bundled import model_path
+from mixedkv.bundled.corpus import make_recall
+from mixedkv.cli import main
+from mixedkv.engine import Engine
 from mixedkv.native.memory import gpu_kinds
 from support.cache.harness import Ctx, InitError, Mixed, Model, prompt, rel_rms
 from support.cache.hidden import hidden
+from support.engine.conversations import open_llama
 
 pytestmark = [
     pytest.mark.nightly,
@@ -73,7 +80,20 @@ def assert_same_answers(pair: tuple[Ctx, Ctx], decode: Callable[[Ctx], list[np.n
     assert rel_rms(mine, view) < CLOSE
 
 
-@pytest.mark.parametrize(("name", "cold"), [("llama-64", "q4_0"), ("gemma2", "q8_0")])
+@pytest.mark.parametrize(
+    ("name", "cold"),
+    [
+        ("llama-64", "q4_0"),
+        ("llama-96", "q8_0"),
+        ("llama-128", "q5_0"),
+        ("qwen3", "q8_0"),  # a norm of K
+        ("gemma2", "q8_0"),  # soft caps, layers with a sliding window
+        ("gemma4", "q4_0"),  # heads of two sizes
+        ("gpt-oss", "q4_0"),  # sinks
+        ("refact", "q5_0"),  # ALiBi
+        ("lfm2", "q4_0"),  # recurrent layers
+    ],
+)
 def test_answers_are_those_of_the_merged_view(open_on: Open, name: str, cold: str) -> None:
     """Prompts in micro-batches, of several tokens and of one, from the same stored rows."""
     pair = both(open_on, name, KV.with_(k=cold, v=cold))
@@ -84,6 +104,33 @@ def test_answers_are_those_of_the_merged_view(open_on: Open, name: str, cold: st
     assert_same_answers(pair, lambda ctx: [ctx.decode(tokens[N : N + 1])])
     assert_same_answers(pair, lambda ctx: [ctx.decode(tokens[N + 1 : N + 7])])
     assert_same_answers(pair, lambda ctx: [ctx.decode(tokens[N + 7 :])])
+
+
+def steps(ctx: Ctx, il: int, which: str) -> tuple[np.ndarray, np.ndarray]:
+    """Elements of the cold rows of Q4_0 in blocks of 32, and how large a step of each block is."""
+    rows, _, hot = ctx.rows(il, which)
+    blocks = rows[~hot.astype(bool)].reshape(-1, 32)
+    return blocks, np.abs(blocks).max(axis=1, keepdims=True) / 8  # the largest element is eight steps
+
+
+def test_what_differs_with_quantised_rows_is_steps(open_on: Open) -> None:
+    """Rows that both have computed differ by whole steps of Q4_0 in a few elements, and attention to the same
+    rows does not differ.
+    """
+    pair = both(open_on, "llama-64")
+    tokens = prompt(N + 1)
+    answers = [ctx.decode(tokens[:N]) for ctx in pair]
+    for il, which in ((il, which) for il in range(2) for which in "kv"):
+        (mine, step), (view, other) = (steps(ctx, il, which) for ctx in pair)
+        moved = np.abs(mine - view) / np.maximum(step, other)
+        assert moved.max() < 1.1
+        if il == 0:  # nothing attends before these are stored
+            assert moved.max() == 0
+        else:
+            assert 0 < np.mean(moved > 0.5) < 0.02
+    assert rel_rms(*answers) > CLOSE / 5
+    assert pair[1].load(pair[0].save())
+    assert_same_answers(pair, lambda ctx: [ctx.decode(tokens[N:])])
 
 
 @pytest.mark.parametrize(("name", "unified"), [("llama-64", True), ("gpt-oss", False)])
@@ -133,6 +180,39 @@ def test_some_layers_on_the_device(open_on: Open) -> None:
     assert [(layer["fused"], layer["in_place"]) for layer in ctx.layers()] == [(True, False), (False, True)]
     tokens = prompt(N)
     assert rel_rms(ctx.decode(tokens), open_on("llama-64", F16, n_gpu_layers=0).decode(tokens)) < CLOSE
+
+
+def test_eight_sequences_of_an_engine() -> None:
+    recalls = [make_recall(seed, 40) for seed in range(8)]
+    texts: dict[str, list[str]] = {}
+    shape = {"n_ctx": 8192, "n_seq_max": 8, "kv_unified": True, "n_gpu_layers": -1}
+    for kv in ("mixed:threshold=64,group=32", "mixed:threshold=64,group=32,attention=merged"):
+        with hidden(in_place="1"), open_llama(kv, **shape) as llm:
+            expected = "merged" if "merged" in kv else "in place (vulkan)"
+            assert {layer.attention for layer in llm.kv.layers} == {expected}
+            with Engine(llm, parallel=8) as engine:
+                answers = [engine.submit(recall.prompt, max_tokens=24, temperature=0) for recall in recalls]
+                texts[expected] = [answer.text for answer in answers]
+    assert texts["in place (vulkan)"] == texts["merged"]
+    assert sum(text == recall.fact.answer for text, recall in zip(texts["merged"], recalls, strict=True)) >= 6
+
+
+def test_a_budget_needs_no_room_for_a_view(capsys: pytest.CaptureFixture[str]) -> None:
+    settings, views = [], []
+    for in_place in "01":
+        with hidden(in_place=in_place):
+            options = {"n_ctx": 8192, "n_gpu_layers": -1, "verbose": False}
+            with Llama(model_path(), kv=f"mixed:budget={12 << 20}", **options) as llm:
+                stats = llm.kv.stats()
+                assert stats.bytes_total <= 12 << 20
+                settings.append((str(llm.kv.config), stats.bytes_view))
+            assert main(["info", "-m", str(model_path()), "--n-ctx", "8192", "--json"]) == 0
+            views.append(json.loads(capsys.readouterr().out)["caches"])
+    (merged, view), (in_place, none) = settings
+    assert view > 0 == none
+    assert merged != in_place
+    assert max(cache["bytes_view"] for cache in views[0]) > 0
+    assert max(cache["bytes_view"] for cache in views[1]) == 0
 
 
 def test_it_takes_no_view(open_on: Open) -> None:

@@ -13,7 +13,7 @@ import pytest
 from mixedkv import Llama, MixedKVConfig, UniformKV
 from mixedkv.bundled import model_path
 from mixedkv.config import KVSetting, parse_kv
-from mixedkv.config.mixed import type_bits
+from mixedkv.config.mixed import ggml_type, type_bits
 from mixedkv.model.footprint import LayerShape, ModelShape, Sliding, footprint, model_shape
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.model.layer_plan import FINEST, LADDER, MEASURED, LayerPlan
@@ -235,6 +235,32 @@ def test_a_gpu_has_the_types_that_it_writes() -> None:
     assert "tc3" in str(resolve_budget(kv, shape, 4096))
     with pytest.raises(ValueError, match="the smallest cache takes"):  # there attention merges, with a view
         resolve_budget(kv, shape, 4096, on_cpu=False)
+
+
+def test_rows_that_gpus_read_as_they_lie_need_no_view() -> None:
+    shape = layers_of(64, 12)
+    held = footprint(shape, parse_kv("mixed:cold=q8_0"), 4096)
+    assert held.view
+    asked: list[tuple[int, ...]] = []
+
+    def reads(*layer: int) -> bool:
+        asked.append(layer)
+        return True
+
+    kv = parse_kv(f"mixed:budget={held.bytes}")
+    assert "q8_0" in str(resolve_budget(kv, shape, 4096, on_cpu=False, reads=reads))
+    assert (ggml_type("q8_0"), ggml_type("q8_0"), 64, 64, 4, 2) in asked
+    assert footprint(shape, parse_kv("mixed:attention=merged"), 4096, reads=reads).view
+    assert footprint(shape, parse_kv("mixed"), 4096, reads=lambda *layer: False).view
+
+
+def test_layers_that_gpus_cannot_read_as_they_lie_need_a_view(zoo_path: Callable[[str], Path]) -> None:
+    """Keys with biases, and latent rows."""
+    for name in ("qwen2vl", "deepseek2"):
+        shape = shape_of(zoo_path(name))
+        assert footprint(shape, parse_kv("mixed"), 4096, reads=lambda *layer: True).view
+    shape = shape_of(zoo_path("llama-64"))
+    assert not footprint(shape, parse_kv("mixed"), 4096, reads=lambda *layer: True).view
 
 
 def test_latent_attention_has_one_type_for_both(zoo_path: Callable[[str], Path]) -> None:

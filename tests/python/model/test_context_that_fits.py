@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from mixedkv import Llama
 from mixedkv.bundled import model_path
 from mixedkv.config import parse_kv
 from mixedkv.model.fit import Beside, ContextPlace, check_room, fit, fit_with_gpu
-from mixedkv.model.footprint import LayerShape, ModelShape, Sliding
+from mixedkv.model.footprint import LayerShape, ModelShape, Sliding, footprint
 from mixedkv.model.gguf_file import read_model_file
 from mixedkv.native.memory import memory_room
 from mixedkv_server.serve import open_server
@@ -78,6 +79,14 @@ def test_coarser_rows_are_said_and_reach_4096_tokens_at_most() -> None:
     [warning] = found.warnings
     assert f"kv=mixed has room for {alone.n_ctx:,} tokens" in warning
     assert f"kv={found.kv}, with room for {found.n_ctx:,}" in warning
+
+
+def test_a_view_of_the_rows_is_counted_on_gpus_that_need_one() -> None:
+    gpu = place("8B", 12 * GIB, on_cpu=False, reads=lambda *layer: True)
+    merged = fit(replace(gpu, reads=lambda *layer: False), None)
+    assert merged.n_ctx < fit(gpu, None).n_ctx == fit(replace(gpu, on_cpu=True), None).n_ctx
+    size = footprint(gpu.shape, parse_kv("mixed"), merged.n_ctx, 16, gpu.sliding)
+    assert merged.n_bytes == size.bytes + size.view
 
 
 def test_a_budget_is_kept() -> None:
