@@ -363,23 +363,25 @@ void run_type(const weights_product & p, int64_t row_0, int64_t row_1) {
     if (p.n_columns > V::decode_columns) {
         return run_panels<V, Row>(p, row_0, row_1);
     }
-    switch (p.n_columns) {
-    case 1:
-        return run_columns<V, Row, 1>(p, row_0, row_1);
-    case 2:
-        return run_columns<V, Row, 2>(p, row_0, row_1);
-    case 3:
-        return run_columns<V, Row, 3>(p, row_0, row_1);
-    case 4:
-        return run_columns<V, Row, 4>(p, row_0, row_1);
-    case 5:
-        return run_columns<V, Row, (V::decode_columns < 5 ? 1 : 5)>(p, row_0, row_1);
-    case 6:
-        return run_columns<V, Row, (V::decode_columns < 6 ? 1 : 6)>(p, row_0, row_1);
-    case 7:
-        return run_columns<V, Row, (V::decode_columns < 7 ? 1 : 7)>(p, row_0, row_1);
-    case 8:
-        return run_columns<V, Row, (V::decode_columns < 8 ? 1 : 8)>(p, row_0, row_1);
+    if constexpr (V::decode_columns > 0) {
+        switch (p.n_columns) {
+        case 1:
+            return run_columns<V, Row, 1>(p, row_0, row_1);
+        case 2:
+            return run_columns<V, Row, 2>(p, row_0, row_1);
+        case 3:
+            return run_columns<V, Row, 3>(p, row_0, row_1);
+        case 4:
+            return run_columns<V, Row, 4>(p, row_0, row_1);
+        case 5:
+            return run_columns<V, Row, (V::decode_columns < 5 ? 1 : 5)>(p, row_0, row_1);
+        case 6:
+            return run_columns<V, Row, (V::decode_columns < 6 ? 1 : 6)>(p, row_0, row_1);
+        case 7:
+            return run_columns<V, Row, (V::decode_columns < 7 ? 1 : 7)>(p, row_0, row_1);
+        case 8:
+            return run_columns<V, Row, (V::decode_columns < 8 ? 1 : 8)>(p, row_0, row_1);
+        }
     }
 }
 

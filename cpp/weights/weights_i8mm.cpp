@@ -1,5 +1,5 @@
-// FEAT_I8MM: 8 rows by 4 columns. An instruction multiplies eight elements of two columns with those of two rows. Up to
-// four columns are multiplied as on dotprod.
+// FEAT_I8MM: 8 rows by 4 columns. An instruction multiplies eight elements of two columns with those of two rows. Few
+// columns are multiplied by the body for FEAT_DotProd.
 
 #include "bodies.h"
 
@@ -12,6 +12,8 @@ bool cpu_has_i8mm(); // attention/cpu.cpp
 namespace {
 
 struct i8mm : dotprod {
+    static constexpr int decode_columns = 0; // run() leaves few to dotprod
+
     // Two groups of four rows become eight elements of two rows, and of the two others.
     template <class Values>
     MIXEDKV_INLINE static void arrange(Values & values, int at) {
@@ -76,12 +78,18 @@ struct block_sums<i8mm, Row, N, Columns> {
     }
 };
 
+void run(const weights_product & p, void * work, int64_t row_0, int64_t row_1) {
+    if (p.n_columns <= dotprod::decode_columns) {
+        return weights_dotprod()->run(p, work, row_0, row_1);
+    }
+    run_body<i8mm>(p, work, row_0, row_1);
+}
+
 } // namespace
 
 const weights_kernels * weights_i8mm() {
-    static const weights_kernels kernels = { "i8mm",         false,         1,
-                                             cpu_has_i8mm,   no_work_bytes, quantised_bytes,
-                                             pack_quantised, run_body<i8mm> };
+    static const weights_kernels kernels = { "i8mm",          false,          1,  cpu_has_i8mm, no_work_bytes,
+                                             quantised_bytes, pack_quantised, run };
     return &kernels;
 }
 
