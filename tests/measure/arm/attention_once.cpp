@@ -8,6 +8,7 @@
 #include "attention/attention.h"
 #include "ggml-cpu.h"
 #include "ggml.h"
+#include "noise.h"
 
 #include <cmath>
 #include <cstdio>
@@ -30,14 +31,6 @@ const type_of types[] = { { "q4_0", GGML_TYPE_Q4_0, mixedkv::row_type::q4_0 },
                           { "q8_0", GGML_TYPE_Q8_0, mixedkv::row_type::q8_0 },
                           { "q5_0", GGML_TYPE_Q5_0, mixedkv::row_type::q5_0 },
                           { "f16", GGML_TYPE_F16, mixedkv::row_type::f16 } };
-
-float noise(uint32_t & x) {
-    float sum = 0.0f;
-    for (int i = 0; i < 4; i++) {
-        sum += float((x = x * 1664525u + 1013904223u) >> 8) * 0x1p-24f - 0.5f;
-    }
-    return sum;
-}
 
 // [keys, n_head_kv, d]
 std::vector<char> random_rows(ggml_type type, int64_t keys, uint32_t seed) {

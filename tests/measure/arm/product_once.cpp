@@ -8,6 +8,7 @@
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
 #include "ggml.h"
+#include "noise.h"
 #include "weights/weights.h"
 
 #include <cstdio>
@@ -19,14 +20,6 @@
 namespace {
 
 constexpr int64_t n_elements = 2048, n_rows = 1024, n_different_rows = 8;
-
-float noise(uint32_t & x) {
-    float sum = 0.0f;
-    for (int i = 0; i < 4; i++) {
-        sum += float((x = x * 1664525u + 1013904223u) >> 8) * 0x1p-24f - 0.5f;
-    }
-    return sum;
-}
 
 std::vector<char> random_rows(ggml_type type) {
     const size_t       bytes = ggml_row_size(type, n_elements);
