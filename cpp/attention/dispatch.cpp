@@ -1,6 +1,7 @@
 // The cut of a call into items, their distribution over threads, and the choice of the instruction set.
 
 #include "sparse/pages.h"
+#include "thread_memory.h"
 
 #include <algorithm>
 #include <atomic>
@@ -132,7 +133,10 @@ void spread_nan(const attention_item & w) {
 }
 
 block_panels * own_panels() {
-    thread_local const std::unique_ptr<block_panels> panels(new block_panels);
+    auto & panels = thread_memory<std::unique_ptr<block_panels>, struct own_panels_tag>();
+    if (!panels) {
+        panels.reset(new block_panels);
+    }
     return panels.get();
 }
 

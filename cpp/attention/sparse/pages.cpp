@@ -2,6 +2,7 @@
 
 #include "pages.h"
 #include "attention/kernel.h"
+#include "attention/thread_memory.h"
 #include "sketch.h"
 
 #include <algorithm>
@@ -41,9 +42,9 @@ size_t attention_sketch_bytes(int d_k) {
 
 void choose_pages(const attention_args & a, const attention_kernels & kernels, block_panels * panels, int ith,
                   int nth) {
-    thread_local std::vector<char> memory;
-    const int64_t                  n_strips = count_strips(a);
-    const item_memory              size(a, true, 1, nullptr, 0);
+    auto &            memory   = thread_memory<std::vector<char>, struct choose_pages_tag>();
+    const int64_t     n_strips = count_strips(a);
+    const item_memory size(a, true, 1, nullptr, 0);
     memory.resize(size.bytes + 64 + choice_bytes(n_strips, size.rows));
 
     attention_item w;

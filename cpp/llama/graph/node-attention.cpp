@@ -7,6 +7,7 @@
 #include "attention/lm4.h"
 #include "attention/sparse/mass.h"
 #include "attention/tc3.h"
+#include "attention/thread_memory.h"
 
 #include "ggml-cpp.h"
 #include "ggml-impl.h"
@@ -297,7 +298,7 @@ static void place_choices(std::vector<attention_args> & calls, const llama_kv_no
 }
 
 static const std::vector<attention_args> & to_calls(const ggml_tensor * dst, const llama_kv_node & node) {
-    thread_local std::vector<attention_args> res;
+    auto & res = mixedkv::thread_memory<std::vector<attention_args>, struct to_calls_tag>();
 
     to_args(dst, node, res);
 

@@ -5,6 +5,7 @@
 
 #include "attention/attention.h"
 #include "attention/cuda/node_params.h"
+#include "attention/thread_memory.h"
 #include "rows/convert.h"
 
 #include <algorithm>
@@ -30,7 +31,7 @@ static void saturate(float * x, int64_t n) {
 
 // One token's row of K or V, all heads, F32, as the model computes it. Valid until the thread's next call.
 static std::vector<float> & load_row(const ggml_tensor * cur, int64_t token) {
-    thread_local std::vector<float> row;
+    auto & row = mixedkv::thread_memory<std::vector<float>, struct load_row_tag>();
 
     const size_t n_head = cur->ne[0];
     row.resize(n_head*cur->ne[1]);
@@ -57,7 +58,7 @@ static const float * change_basis(std::vector<float> & row, const llama_kv_scale
 }
 
 static void subtract_bias(std::vector<float> & row, const llama_kv_node & node, int64_t n_embd_head, int64_t cell) {
-    thread_local std::vector<float> angles;
+    auto & angles = mixedkv::thread_memory<std::vector<float>, struct subtract_bias_tag>();
 
     angles.clear();
     for (const auto & pair : *node.pairs) {

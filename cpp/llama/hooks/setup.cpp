@@ -1,6 +1,8 @@
 #include "hooks/setup.h"
 #include "hooks/windows.h"
 
+#include "attention/thread_memory.h"
+
 #include <algorithm>
 #include <optional>
 #include <utility>
@@ -16,45 +18,53 @@ static owned_config own(const mixedkv_config & config) {
     return { config, { config.layers, config.layers + config.n_layers } };
 }
 
-static thread_local std::optional<owned_config> config_next;   // set by mixedkv_configure_next
-static thread_local std::optional<owned_config> config_active; // of the context that is being made
+struct thread_settings {
+    std::optional<owned_config> next;   // set by mixedkv_configure_next
+    std::optional<owned_config> active; // of the context that is being made
+    std::string                 last_error;
+};
 
-static thread_local std::string last_error;
+static thread_settings & own_settings() {
+    return mixedkv::thread_memory<thread_settings, struct own_settings_tag>();
+}
 
 static thread_local uint32_t n_sliding = 0; // set by mixedkv_limit_sliding, 0: no limit
 
 void llama_kv_mixed_set_error(const std::string & message) {
-    last_error = message;
+    own_settings().last_error = message;
 }
 
 const std::string & llama_kv_mixed_get_error() {
-    return last_error;
+    return own_settings().last_error;
 }
 
 void llama_kv_mixed_set_next(const mixedkv_config * config) {
-    config_next.reset();
+    auto & next = own_settings().next;
+    next.reset();
     if (config) {
-        config_next = own(*config);
+        next = own(*config);
     }
 }
 
 const mixedkv_config * llama_kv_mixed_take_next() {
-    config_active = std::exchange(config_next, std::nullopt);
+    auto & own = own_settings();
+    own.active = std::exchange(own.next, std::nullopt);
 
     return llama_kv_mixed_config();
 }
 
 const mixedkv_config * llama_kv_mixed_config() {
-    if (!config_active) {
+    auto & active = own_settings().active;
+    if (!active) {
         return nullptr;
     }
-    config_active->config.layers = config_active->layers.data();
+    active->config.layers = active->layers.data();
 
-    return &config_active->config;
+    return &active->config;
 }
 
 void llama_kv_mixed_drop_config() {
-    config_active.reset();
+    own_settings().active.reset();
 }
 
 void llama_kv_mixed_limit_sliding(uint32_t n_windows) {
