@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import chain
 
 from mixedkv import Llama
 from mixedkv.config.mixed import type_bits
@@ -66,28 +67,33 @@ def seconds(llm: Llama, tokens: list[int], n_gen: int) -> tuple[float, float]:
     return prompt, (time.perf_counter() - began) / n_gen
 
 
-def measured(args: argparse.Namespace) -> Iterator[str]:
-    options = {"n_ctx": args.n_prompt + 512, "n_gpu_layers": -1, "flash_attn": True, "verbose": False}
+def open_all(args: argparse.Namespace, n_ctx: int, stack: ExitStack) -> dict[str, Llama]:
+    options = {"n_ctx": n_ctx, "n_gpu_layers": -1, "flash_attn": True, "verbose": False}
+    return {name: stack.enter_context(Llama(args.model, kv=kv, **options)) for name, kv in CACHES.items()}
+
+
+def memory(args: argparse.Namespace, n_ctx: int) -> Iterator[str]:
+    """Yield what contexts take; nothing is evaluated."""
     with ExitStack() as stack:
-        llms = {name: stack.enter_context(Llama(args.model, kv=kv, **options)) for name, kv in CACHES.items()}
-        yield f"| {args.n_prompt:,} tokens | {' | '.join(CACHES)} |"
-        yield "|---|" + "---|" * len(CACHES)
-        for label, key in (
-            ("cache", "bytes_total"),
-            ("of it the view", "bytes_view"),
-            ("compute buffers", "bytes_compute"),
-        ):
-            cells = [format_bytes(getattr(llm.kv.stats(), key)) for llm in llms.values()]
-            yield f"| {label} | {' | '.join(cells)} |"
-        tokens = [3 + i % 40 for i in range(args.n_prompt)]
-        rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in llms}
+        stats = {name: llm.kv.stats() for name, llm in open_all(args, n_ctx, stack).items()}
+    cells = [format_bytes(each.bytes_total - each.bytes_view) for each in stats.values()]
+    yield f"| {n_ctx:,} tokens: cache | {' | '.join(cells)} |"
+    cells = [format_bytes(each.bytes_compute) for each in stats.values()]
+    yield f"| compute buffers, the view among them | {' | '.join(cells)} |"
+
+
+def times(args: argparse.Namespace) -> Iterator[str]:
+    tokens = [3 + i % 40 for i in range(args.n_prompt)]
+    rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in CACHES}
+    with ExitStack() as stack:
+        llms = open_all(args, args.n_prompt + 512, stack)
         for _ in range(args.repeats):
             for name, llm in llms.items():
                 rounds[name].append(seconds(llm, tokens, args.n_gen))
-        for i, label in enumerate(("the prompt", "a token behind it")):
-            times = {name: statistics.median(each[i] for each in rounds[name]) for name in llms}
-            cells = [f"{times[name]:.3f} s, {times['f16'] / times[name]:.2f}" for name in llms]
-            yield f"| {label}: time, rate times f16 | {' | '.join(cells)} |"
+    for i, label in enumerate((f"a prompt of {args.n_prompt:,}", "a token behind it")):
+        took = {name: statistics.median(each[i] for each in rounds[name]) for name in CACHES}
+        cells = [f"{took[name]:.3f} s, {took['f16'] / took[name]:.2f}" for name in CACHES]
+        yield f"| {label}: time, rate times f16 | {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -97,14 +103,18 @@ def main() -> None:
     parser.add_argument("--n-head-kv", type=int, default=8)
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--n-hot", type=int, default=544, help="F16 rows, padding among them")
-    parser.add_argument("--n-prompt", type=int, default=4096)
+    parser.add_argument(
+        "--contexts", type=int, nargs="*", default=(4096, 32_768), help="whose memory is said"
+    )
+    parser.add_argument("--n-prompt", type=int, default=4096, help="times of this; 0: none")
     parser.add_argument("--n-gen", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     print("\n".join(formula(args)), flush=True)
     if args.model:
-        print(flush=True)
-        for line in measured(args):
+        print(f"\n| | {' | '.join(CACHES)} |\n|---|" + "---|" * len(CACHES), flush=True)
+        lines = [memory(args, n_ctx) for n_ctx in args.contexts]
+        for line in chain(*lines, times(args) if args.n_prompt else ()):
             print(line, flush=True)
 
 

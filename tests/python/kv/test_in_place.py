@@ -16,13 +16,10 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
-from mixedkv.bundled.corpus import make_recall
 from mixedkv.cli import main
-from mixedkv.engine import Engine
 from mixedkv.native.memory import gpu_kinds
 from support.cache.harness import Ctx, InitError, Mixed, Model, prompt, rel_rms
 from support.cache.hidden import hidden
-from support.engine.conversations import open_llama
 
 pytestmark = [
     pytest.mark.nightly,
@@ -182,29 +179,14 @@ def test_some_layers_on_the_device(open_on: Open) -> None:
     assert rel_rms(ctx.decode(tokens), open_on("llama-64", F16, n_gpu_layers=0).decode(tokens)) < CLOSE
 
 
-def test_eight_sequences_of_an_engine() -> None:
-    recalls = [make_recall(seed, 40) for seed in range(8)]
-    texts: dict[str, list[str]] = {}
-    shape = {"n_ctx": 8192, "n_seq_max": 8, "kv_unified": True, "n_gpu_layers": -1}
-    for kv in ("mixed:threshold=64,group=32", "mixed:threshold=64,group=32,attention=merged"):
-        with hidden(in_place="1"), open_llama(kv, **shape) as llm:
-            expected = "merged" if "merged" in kv else "in place (vulkan)"
-            assert {layer.attention for layer in llm.kv.layers} == {expected}
-            with Engine(llm, parallel=8) as engine:
-                answers = [engine.submit(recall.prompt, max_tokens=24, temperature=0) for recall in recalls]
-                texts[expected] = [answer.text for answer in answers]
-    assert texts["in place (vulkan)"] == texts["merged"]
-    assert sum(text == recall.fact.answer for text, recall in zip(texts["merged"], recalls, strict=True)) >= 6
-
-
 def test_a_budget_needs_no_room_for_a_view(capsys: pytest.CaptureFixture[str]) -> None:
     settings, views = [], []
     for in_place in "01":
         with hidden(in_place=in_place):
             options = {"n_ctx": 8192, "n_gpu_layers": -1, "verbose": False}
-            with Llama(model_path(), kv=f"mixed:budget={12 << 20}", **options) as llm:
+            with Llama(model_path(), kv=f"mixed:budget={17 << 20}", **options) as llm:
                 stats = llm.kv.stats()
-                assert stats.bytes_total <= 12 << 20
+                assert stats.bytes_total <= 17 << 20
                 settings.append((str(llm.kv.config), stats.bytes_view))
             assert main(["info", "-m", str(model_path()), "--n-ctx", "8192", "--json"]) == 0
             views.append(json.loads(capsys.readouterr().out)["caches"])
