@@ -3,6 +3,7 @@
 #include "mixedkv-api.h"
 
 #include "attention/attention.h"
+#include "attention/thread_memory.h"
 #include "blocks/view.h"
 #include "graph/node.h"
 #include "weights/weights.h"
@@ -85,7 +86,7 @@ std::string find_problem(llama_context * ctx) {
 } // namespace
 
 const char * mixedkv_bits_problem(llama_context * ctx) {
-    thread_local std::string res;
+    auto & res = mixedkv::thread_memory<std::string, struct bits_problem_tag>();
     try {
         res = find_problem(ctx);
     } catch (const api_error & err) {

@@ -2,6 +2,7 @@
 
 #include "mixedkv-api.h"
 
+#include "attention/thread_memory.h"
 #include "blocks/export.h"
 #include "blocks/fill.h"
 #include "blocks/import.h"
@@ -245,8 +246,8 @@ mixedkv_status mixedkv_get_setting(llama_context * ctx, int32_t seq_id, int32_t 
     return guarded([&] {
         require(ctx && out, MIXEDKV_INVALID, "ctx or out is NULL");
 
-        static thread_local std::string text;
-        *out = (text = p < 0 ? get_present_setting(ctx) : get_row_setting(ctx, seq_id, p)).c_str();
+        auto & text = mixedkv::thread_memory<std::string, struct get_setting_tag>();
+        *out        = (text = p < 0 ? get_present_setting(ctx) : get_row_setting(ctx, seq_id, p)).c_str();
     });
 }
 

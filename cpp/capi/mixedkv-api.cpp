@@ -5,6 +5,7 @@
 #include "attention/attention.h"
 #include "attention/lm4.h"
 #include "attention/tc3.h"
+#include "attention/thread_memory.h"
 #include "blocks/present.h"
 #include "hooks/windows.h"
 #include "rows/access.h"
@@ -172,7 +173,7 @@ const char * mixedkv_last_error(void) {
 mixedkv_status mixedkv_parse(const char * spec, mixedkv_spec * out) {
     return guarded([&] {
         require(spec && out, MIXEDKV_INVALID, "spec or out is NULL");
-        static thread_local std::vector<mixedkv_layer_types> layers;
+        auto & layers = mixedkv::thread_memory<std::vector<mixedkv_layer_types>, struct parse_tag>();
         try {
             *out = mixedkv::to_native(mixedkv::parse_spec(spec), layers);
         } catch (const mixedkv::spec_error & err) {
@@ -309,12 +310,17 @@ mixedkv_status mixedkv_gpus_read(ggml_type type_k, ggml_type type_v, uint32_t n_
     return guarded([&] {
         const std::string problem = llama_kv_mixed_type_problem(type_k, type_v);
         require(problem.empty(), MIXEDKV_INVALID, problem);
-        require(out && n_head_kv > 0 && n_head % n_head_kv == 0, MIXEDKV_INVALID,
-                "out is NULL, or n_head is no multiple of n_head_kv");
+        require(out, MIXEDKV_INVALID, "out is NULL");
 
-        const bool whole = n_embd_head_k % ggml_blck_size(type_k) == 0 && n_embd_head_v % ggml_blck_size(type_v) == 0;
-        *out             = n_embd_head_k > 0 && n_embd_head_v > 0 && whole &&
-                           llama_kv_devices_read({ type_k, type_v, n_embd_head_k, n_embd_head_v, n_head, n_head_kv });
+        // the numbers may be those of a damaged file, and ggml ends the process where a tensor of them is too large
+        constexpr uint32_t most_elements = 1 << 13, most_heads = 1 << 16;
+
+        const auto is_size = [](uint32_t n, ggml_type type) {
+            return n > 0 && n <= most_elements && n % ggml_blck_size(type) == 0;
+        };
+        const bool sound = is_size(n_embd_head_k, type_k) && is_size(n_embd_head_v, type_v) && n_head > 0 &&
+                           n_head <= most_heads && n_head_kv > 0 && n_head % n_head_kv == 0;
+        *out = sound && llama_kv_devices_read({ type_k, type_v, n_embd_head_k, n_embd_head_v, n_head, n_head_kv });
     });
 }
 

@@ -187,7 +187,7 @@ bool with_row_type(int type, F && f) {
 struct weights_kernels {
     const char * name;
     bool         of_halves; // rows in 16 bits; others are of quantised rows
-    int          together;  // reads structs of so many rows at most
+    int          together;  // largest number of rows interleaved in a struct that it reads
     bool (*supported)();
     size_t (*work_bytes)(int64_t n_elements, int64_t n_chosen); // that a thread needs, with columns that are chosen
     size_t (*columns_bytes)(int type, int64_t n_elements, int64_t n_columns);

@@ -64,7 +64,7 @@ bool is_half(int type) {
     return type == WEIGHTS_F16 || type == WEIGHTS_BF16;
 }
 
-// A quantised type, of which the body that was chosen reads all rows that lie together
+// Whether the body that was chosen reads this quantised type; some read no interleaved rows
 bool is_read(int type) {
     bool res = false;
     with_row_type(type, [&](auto * row) {

@@ -36,7 +36,7 @@ inline int8x16_t two_columns(const column_block & a, const column_block & b, int
 template <class Row, int N, int Columns>
 struct block_sums<i8mm, Row, N, Columns> {
     static constexpr int eights = groups / 2 / traits<Row>.scales;
-    static constexpr int pairs  = (Columns + 1) / 2; // of columns; of the last one alone both are the same
+    static constexpr int pairs  = (Columns + 1) / 2; // of columns; an odd last one is paired with itself
 
     int32x4_t whole[pairs][N][2]; // two rows with a column and with the next, and the next two rows
 

@@ -28,8 +28,8 @@ enum source {
 
 // K and V in the order in which they have their splits: cold rows, which have most of them, come last, and so the first
 // split of a group is a small number.
-constexpr source keys[]    = { src_ring_k, src_cur_k, src_cold_k };
-constexpr int    n_tensors = 3;
+constexpr source keys[]       = { src_ring_k, src_cur_k, src_cold_k };
+constexpr int    n_row_groups = 3;
 
 constexpr source values_of(source k) {
     return source(k + 1);
@@ -38,7 +38,7 @@ constexpr source values_of(source k) {
 // F16 elements at a multiple of which any device can bind a buffer
 constexpr int64_t mask_align = 128;
 
-// What the splits of a node may sum up to, and its mask: any device of Vulkan binds so much.
+// Most bytes of a node's split buffer, and of its mask: Vulkan guarantees a maxStorageBufferRange of 128 MiB.
 constexpr int64_t most_bytes = 1 << 27;
 
 // Elements of src_mask before the part that belongs to keys[i_keys]. Tensor: ggml_tensor

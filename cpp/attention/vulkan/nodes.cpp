@@ -47,7 +47,7 @@ void mixedkv_vk_attend(ggml_backend_vk_context * ctx, vk_context & subctx, ggml_
     ggml_tensor * const * src = node->src;
 
     ggml_tensor       dst = as_flash_attn(node);
-    mixedkv_vk_splits groups[n_tensors];
+    mixedkv_vk_splits groups[n_row_groups];
 
     const auto attend = [&](int i) {
         const ggml_tensor mask = mask_of(src, i);
@@ -56,15 +56,15 @@ void mixedkv_vk_attend(ggml_backend_vk_context * ctx, vk_context & subctx, ggml_
     };
 
     uint32_t total = 0;
-    for (int i = 0; i < n_tensors; ++i) {
+    for (int i = 0; i < n_row_groups; ++i) {
         attend(i);
         groups[i].first = total;
         total += groups[i].n;
     }
-    GGML_ASSERT(total >= n_tensors);
-    GGML_ASSERT(groups[n_tensors - 1].first < mixedkv_vk_splits::most);
+    GGML_ASSERT(total >= n_row_groups);
+    GGML_ASSERT(groups[n_row_groups - 1].first < mixedkv_vk_splits::most);
 
-    for (int i = 0; i < n_tensors; ++i) {
+    for (int i = 0; i < n_row_groups; ++i) {
         groups[i].total = total;
         attend(i);
     }

@@ -273,8 +273,10 @@ LLAMA_API const char * mixedkv_refused(struct llama_context * ctx);
 // looked at. The text holds until the next call on this thread.
 LLAMA_API const char * mixedkv_bits_problem(struct llama_context * ctx);
 
-// Whether this process has GPUs, and attention on each of them reads the cold rows of such a layer as they lie.
-// Elsewhere, for latent rows (MLA) and where a bias is subtracted from K, it takes mixedkv_stats.bytes_view.
+// Sets *out to whether this process has GPUs and all of them can read cold rows of these types and heads without a
+// copy, those included that llama.cpp would leave out. Otherwise attention makes an F16 view there
+// (mixedkv_stats.bytes_view), as it always does for latent rows (MLA) and for biases of K. False for sizes and counts
+// that no model has.
 LLAMA_API enum mixedkv_status mixedkv_gpus_read(enum ggml_type type_k, enum ggml_type type_v, uint32_t n_embd_head_k,
                                                 uint32_t n_embd_head_v, uint32_t n_head, uint32_t n_head_kv,
                                                 bool * out);

@@ -406,7 +406,7 @@ ggml_tensor * llama_kv_cache_mixed_context::build_attn_in_place(
 
     ggml_context * ctx = graph.ctx0;
 
-    const int64_t n_queries = llama_kv_in_place_queries(kq_mask->ne[0], k->ne[3], q->ne[1], v->ne[0]);
+    const int64_t n_queries = llama_kv_in_place_queries(kq_mask->ne[1], kq_mask->ne[0], k->ne[3], q->ne[1], v->ne[0]);
 
     auto & masks = state.parted_masks[n_queries];
     if (masks.empty()) {

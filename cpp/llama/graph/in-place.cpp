@@ -7,9 +7,13 @@
 #include "ggml-cpp.h"
 
 #include <algorithm>
+#include <stdexcept>
 #include <string>
 
 using namespace mixedkv::vulkan;
+
+// Each takes four nodes of the 50 that a layer has for its cache (llama_kv_mixed_nodes).
+static constexpr int64_t most_cuts = 8;
 
 static_assert(n_sources < GGML_MAX_SRC, "ggml_custom_4d takes one source less than a node has");
 
@@ -17,28 +21,24 @@ static void compute_elsewhere(ggml_tensor *, int, int, void *) {
     GGML_ABORT("attention that a Vulkan device reads in place was given to the CPU");
 }
 
-// The queries that mask is of
-static ggml_tensor * attend(ggml_context * ctx, const llama_kv_in_place_inputs & in, const llama_kv_in_place_mask & mask) {
+// Tokens first to first + n of each stream, of tensors with all tokens of the ubatch
+static ggml_tensor * tokens(ggml_context * ctx, ggml_tensor * rows, int64_t n_stream, int64_t first, int64_t n) {
+    const int64_t n_tps = rows->ne[2]/n_stream;
+
+    return ggml_permute(ctx, ggml_view_4d(ctx, rows, rows->ne[0], rows->ne[1], n, n_stream,
+            rows->nb[1], rows->nb[2], n_tps*rows->nb[2], first*rows->nb[2]), 0, 2, 1, 3);
+}
+
+// Attention of the queries that `mask` covers; rows: the sources that all queries share
+static ggml_tensor * attend(ggml_context * ctx, const llama_kv_in_place_inputs & in, ggml_tensor * const * rows, const llama_kv_in_place_mask & mask) {
     const int64_t n_stream = in.cold_k->ne[3];
-    const int64_t n_tps    = in.q->ne[2]/n_stream;
 
-    const auto permuted = [&](ggml_tensor * rows) { return ggml_permute(ctx, rows, 0, 2, 1, 3); };
-    const auto tokens   = [&](ggml_tensor * rows, int64_t first, int64_t n) {
-        return permuted(ggml_view_4d(ctx, rows, rows->ne[0], rows->ne[1], n, n_stream, rows->nb[1], rows->nb[2], n_tps*rows->nb[2], first*rows->nb[2]));
-    };
+    ggml_tensor * srcs[n_sources];
+    std::copy_n(rows, n_sources, srcs);
+    srcs[src_q]    = tokens(ctx, in.q, n_stream, mask.first, mask.n);
+    srcs[src_mask] = mask.parts;
 
-    ggml_tensor * srcs[n_sources] = {};
-    srcs[src_q]      = tokens(in.q, mask.first, mask.n);
-    srcs[src_cold_k] = permuted(in.cold_k);
-    srcs[src_cold_v] = permuted(in.cold_v);
-    srcs[src_mask]   = mask.parts;
-    srcs[src_sinks]  = in.sinks;
-    srcs[src_ring_k] = permuted(in.ring_k);
-    srcs[src_ring_v] = permuted(in.ring_v);
-    srcs[src_cur_k]  = tokens(in.cur_k, 0, n_tps);
-    srcs[src_cur_v]  = tokens(in.cur_v, 0, n_tps);
-
-    llama_kv_guard(mask.parts->ne[0] == first_mask(srcs, n_tensors - 1) + in.cold_k->ne[2]*mask.n*n_stream, "a mask has a part for each tensor of rows");
+    llama_kv_guard(mask.parts->ne[0] == first_mask(srcs, n_row_groups - 1) + in.cold_k->ne[2]*mask.n*n_stream, "a mask has a part for each tensor of rows");
 
     ggml_tensor * res = ggml_custom_4d(ctx, GGML_TYPE_F32, in.cold_v->ne[0], in.q->ne[1], mask.n, n_stream,
             srcs, n_sources, compute_elsewhere, 1, nullptr);
@@ -57,20 +57,45 @@ static ggml_tensor * attend(ggml_context * ctx, const llama_kv_in_place_inputs &
 ggml_tensor * llama_kv_in_place_attention(ggml_context * ctx, const llama_kv_in_place_inputs & in, std::vector<ggml_tensor *> & nodes) {
     llama_kv_guard(!in.masks.empty() && (in.masks.back().first + in.masks.back().n)*in.cold_k->ne[3] == in.q->ne[2], "each query has a mask");
 
+    const int64_t n_stream = in.cold_k->ne[3];
+    const int64_t n_tps    = in.q->ne[2]/n_stream;
+
+    const auto permuted = [&](ggml_tensor * rows) { return ggml_permute(ctx, rows, 0, 2, 1, 3); };
+
+    ggml_tensor * rows[n_sources] = {};
+    rows[src_cold_k] = permuted(in.cold_k);
+    rows[src_cold_v] = permuted(in.cold_v);
+    rows[src_sinks]  = in.sinks;
+    rows[src_ring_k] = permuted(in.ring_k);
+    rows[src_ring_v] = permuted(in.ring_v);
+    rows[src_cur_k]  = tokens(ctx, in.cur_k, n_stream, 0, n_tps);
+    rows[src_cur_v]  = tokens(ctx, in.cur_v, n_stream, 0, n_tps);
+
     ggml_tensor * res = nullptr;
     for (const auto & mask : in.masks) {
-        nodes.push_back(attend(ctx, in, mask));
+        nodes.push_back(attend(ctx, in, rows, mask));
         res = res ? ggml_concat(ctx, res, nodes.back(), 2) : nodes.back();
     }
     return res;
 }
 
-int64_t llama_kv_in_place_queries(int64_t n_keys, int64_t n_stream, int64_t n_head, int64_t n_embd_head_v) {
+int64_t llama_kv_in_place_queries(int64_t n_tps, int64_t n_keys, int64_t n_stream, int64_t n_head, int64_t n_embd_head_v) {
     // each split keeps O, L and M of a query in F32; where there are many queries, each tensor of rows is one split
-    const int64_t split_bytes = int64_t(sizeof(float))*(n_embd_head_v + 2)*n_head*n_tensors;
+    const int64_t split_bytes = int64_t(sizeof(float))*(n_embd_head_v + 2)*n_head*n_row_groups;
     const int64_t mask_bytes  = int64_t(sizeof(ggml_fp16_t))*n_keys;
 
-    return std::max<int64_t>(1, most_bytes/(std::max(split_bytes, mask_bytes)*n_stream)/mask_align)*mask_align;
+    const int64_t n_fits = most_bytes/(std::max(split_bytes, mask_bytes)*n_stream);
+    if (n_tps <= n_fits) {
+        return n_tps;
+    }
+
+    // the parts of a mask begin where any device can bind a buffer
+    const int64_t res = n_fits/mask_align*mask_align;
+    if (res == 0 || (n_tps + res - 1)/res > most_cuts) {
+        throw std::runtime_error("a ubatch of " + std::to_string(n_tps) + " tokens over " + std::to_string(n_keys) + " rows in each of " +
+                std::to_string(n_stream) + " streams is more than a Vulkan device need bind in place: use a smaller n_ubatch, or unset MIXEDKV_IN_PLACE");
+    }
+    return res;
 }
 
 static ggml_tensor * cut_mask(ggml_context * ctx, ggml_tensor * mask, int64_t n_kv, int64_t n_ring, int64_t n_cur) {

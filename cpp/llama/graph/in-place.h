@@ -39,9 +39,9 @@ struct llama_kv_in_place_inputs {
 // returns F32 [n_embd_head_v, n_head, n_tokens/n_stream, n_stream]; nodes: those that the device has to compute
 ggml_tensor * llama_kv_in_place_attention(ggml_context * ctx, const llama_kv_in_place_inputs & in, std::vector<ggml_tensor *> & nodes);
 
-// Queries of each stream that one node takes at most: some devices bind neither what the splits of a large ubatch sum up nor
-// its mask, which has n_keys columns.
-int64_t llama_kv_in_place_queries(int64_t n_keys, int64_t n_stream, int64_t n_head, int64_t n_embd_head_v);
+// Queries of each stream that one node takes at most, n_tps or fewer: some devices cannot bind the split buffer or the mask,
+// which has n_keys columns, of a large ubatch. Throws where there would be too many nodes.
+int64_t llama_kv_in_place_queries(int64_t n_tps, int64_t n_keys, int64_t n_stream, int64_t n_head, int64_t n_embd_head_v);
 
 // Cuts the mask [n_mask, n_tokens/n_stream, 1, n_stream], which has columns for n_kv cold rows, then n_ring of the ring, then
 // the ubatch.

@@ -269,7 +269,7 @@ class device {
         in.cur_v  = ggml_reshape_3d(ctx, add(p.cur_v, GGML_TYPE_F16, c.d_v, c.n_tokens), c.d_v, c.n_head_kv,
                                     c.n_tokens * c.n_stream);
 
-        const int64_t n_most = llama_kv_in_place_queries(p.n_keys(), c.n_stream, c.n_head, c.d_v);
+        const int64_t n_most = llama_kv_in_place_queries(c.n_tokens, p.n_keys(), c.n_stream, c.n_head, c.d_v);
         const int64_t n_cut  = c.n_queries > 0 ? c.n_queries : n_most;
 
         in.masks         = llama_kv_in_place_masks(ctx, mask, c.n_kv, c.n_ring, n_cut);
@@ -417,6 +417,15 @@ std::vector<attention_case> all_cases() {
     return res;
 }
 
+bool is_refused(int64_t n_tps, int64_t n_keys, int64_t n_stream, int64_t n_head, int64_t d_v) {
+    try {
+        llama_kv_in_place_queries(n_tps, n_keys, n_stream, n_head, d_v);
+        return false;
+    } catch (const std::runtime_error & err) {
+        return std::string(err.what()).find("use a smaller n_ubatch") != std::string::npos;
+    }
+}
+
 } // namespace
 
 int main(int argc, char ** argv) {
@@ -431,9 +440,13 @@ int main(int argc, char ** argv) {
     printf("%s\n", gpu.name().c_str());
 
     // what is bound at once of a micro-batch: the mask of a long context, and the splits of many heads
-    CHECK(llama_kv_in_place_queries(131072, 1, 32, 128) == 512);
-    CHECK(llama_kv_in_place_queries(4096, 1, 32, 256) == 1280);
-    CHECK(llama_kv_in_place_queries(4096, 4, 32, 256) == 256);
+    CHECK(llama_kv_in_place_queries(2048, 131072, 1, 32, 128) == 512);
+    CHECK(llama_kv_in_place_queries(2048, 4096, 1, 32, 256) == 1280);
+    CHECK(llama_kv_in_place_queries(2048, 4096, 4, 32, 256) == 256);
+    CHECK(llama_kv_in_place_queries(70, 4096, 1, 32, 256) == 70);
+    CHECK(llama_kv_in_place_queries(100, 4096, 4, 128, 256) == 100);
+    CHECK(is_refused(128, 4096, 4, 128, 256));   // not even 128 queries
+    CHECK(is_refused(8192, 131072, 1, 32, 128)); // sixteen nodes a layer
 
     const auto   cases = all_cases();
     const size_t first = argc > 2 ? size_t(atoi(argv[1])) : 0;
