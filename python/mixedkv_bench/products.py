@@ -36,11 +36,12 @@ from mixedkv_bench.quality import (
 )
 
 _WHOLE = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
-_MAKERS: dict[str, dict[str, str]] = {"mixedkv": {}, "llama.cpp": {"MIXEDKV_WEIGHTS": "llama.cpp"}}
+_VARIABLE = "MIXEDKV_WEIGHTS"
+_MAKERS: dict[str, dict[str, str]] = {"mixedkv": {}, "llama.cpp": {_VARIABLE: "llama.cpp"}}
 
 
 class ProductsRow(DivergenceRow):
-    """One row per maker of the products and mode.
+    """One row per setting, maker of the products and mode.
 
     The reference has the file's weights in F16, whose products round nothing to 8 bits, and the same cache.
     All positions of the documents count, but the last of each.
@@ -79,16 +80,12 @@ def measure(bench: Bench) -> None:
         write_f16(options.file.path, whole)
         for setting in options.settings:
             kept: dict[tuple[str, str], list[npt.NDArray[np.float64]]] = {way: [] for way in ways}
-            for document in documents:
-                bench.progress.show(f"products: the weights in F16, {setting.name}")
-                want = _logits(whole, document, setting, "batch", options.threads, {})
-                bench.progress.step()
-                for maker, mode in ways:
-                    bench.progress.show(f"products of {maker}, {MODE_NAMES[mode]}: {setting.name}")
-                    environ = _MAKERS[maker]
-                    got = _logits(options.file.path, document, setting, mode, options.threads, environ)
-                    kept[maker, mode].append(compare_logits(want, got, document[1:]))
-                    bench.progress.step()
+            error = ""
+            try:
+                for document in documents:
+                    _compare(bench, whole, document, setting, kept)
+            except CannotRunError as problem:
+                error = str(problem)
             for (maker, mode), found in kept.items():
                 row: dict[str, Any] = {
                     **setting.head(options.threads),
@@ -96,9 +93,29 @@ def measure(bench: Bench) -> None:
                     "mode": mode,
                     "n_ctx": len(documents[0]),
                     "text": options.text_source,
-                    **summarise(np.concatenate(found)),
+                    **(summarise(np.concatenate(found)) if found else {}),
+                    **({"error": error} if error else {}),
                 }
                 bench.add(ProductsRow.model_validate(row))
+
+
+def _compare(
+    bench: Bench,
+    whole: Path,
+    document: Document,
+    setting: Setting,
+    kept: dict[tuple[str, str], list[npt.NDArray[np.float64]]],
+) -> None:
+    """Compare one document in each way, and add what `compare_logits` found to `kept`."""
+    options = bench.options
+    bench.progress.show(f"products: the weights in F16, {setting.name}")
+    want = _logits(whole, document, setting, "batch", options.threads, {})
+    bench.progress.step()
+    for (maker, mode), found in kept.items():
+        bench.progress.show(f"products of {maker}, {MODE_NAMES[mode]}: {setting.name}")
+        got = _logits(options.file.path, document, setting, mode, options.threads, _MAKERS[maker])
+        found.append(compare_logits(want, got, document[1:]))
+        bench.progress.step()
 
 
 def _logits(
@@ -116,14 +133,15 @@ def _logits(
         arguments = [str(path), setting.spec, flash, mode, str(threads), str(tokens), str(out)]
         done = subprocess.run(
             [sys.executable, "-m", "mixedkv_bench.harness.logits_of", *arguments],
-            env={**os.environ, **environ},
+            env={**{k: v for k, v in os.environ.items() if k != _VARIABLE}, **environ},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             check=False,
         )
         if done.returncode:
-            raise CannotRunError(f"{path} with {setting.spec}: {done.stderr.strip()[-500:]}")
+            reason = done.stderr.strip() or f"its process ended with {done.returncode}"
+            raise CannotRunError(f"{path.name} with {setting.spec}: {reason}")
         found: npt.NDArray[np.float32] = np.load(out)
     return found
 

@@ -30,7 +30,7 @@ from mixedkv_bench.harness.task_items import RECALL, TaskItem, make_piles
 _SEED = 130_000
 _AT_ONCE = 8  # questions in a batch
 _GREEDY = 64  # tokens of a text whose agreement is measured
-_ROOM = 160  # tokens for a question and its answer
+_ROOM = 160  # tokens for a question and its answer, which a document leaves of --n-ctx
 _MIN_N_CTX = 1024  # a journal with all its questions
 _STARTS = ("\n\nIn short,", "\n\nThe", "\n\nFor example,", "\n\nNote that")
 
@@ -164,8 +164,7 @@ def measure(bench: Bench) -> None:
 
 
 def _ask(bench: Bench, setting: Setting, depth: int, cases: Sequence[_Case]) -> tuple[_Said, dict[str, Any]]:
-    longest = max(len(case.document) for case in cases)
-    n_ctx = longest + _AT_ONCE * _ROOM
+    n_ctx = max(len(case.document) + _AT_ONCE * max(_ROOM, *map(_n_cells, case.prompts)) for case in cases)
     said, threads = _Said(), bench.options.threads
     row = {
         **setting.head(threads),
@@ -191,6 +190,12 @@ def _ask(bench: Bench, setting: Setting, depth: int, cases: Sequence[_Case]) -> 
     except CannotRunError as error:
         row["error"] = str(error)
     return said, row
+
+
+def _n_cells(prompt: _Prompt) -> int:
+    """Return how many cells a question and its answer take, or a text that is gone on with."""
+    n_said = _GREEDY if prompt.item is None else prompt.item.n_tokens
+    return len(prompt.tokens) + n_said
 
 
 def _answers(context: Context, case: _Case) -> Iterator[tuple[TaskItem | None, list[int], bool]]:
@@ -244,7 +249,7 @@ def _batches(prompts: Sequence[_Prompt]) -> Iterator[tuple[int, Sequence[_Prompt
 
 
 def _summary(said: _Said, want: _Said) -> dict[str, Any]:
-    if not said.items:
+    if not said.items or not want.items:
         return {}
     pairs = list(zip(said.items, want.items, strict=False))
     names = dict.fromkeys(mine[0].task for mine, _ in pairs if mine[0] is not None)

@@ -531,7 +531,7 @@ class Engine:
         """Have the connector look for a job's KV first, if it may start from any; else the job begins."""
         if job.prefix.reuse:
             self._fetching.add(job)
-            if self._connector.fetch(job):
+            if self._asks(job, lambda: self._connector.fetch(job)):
                 return
             self._fetching.discard(job)
         self._put(job)
@@ -592,10 +592,19 @@ class Engine:
         if job.prefix.offer is None or job.cancelled:
             return False
         self._fetching.add(job)
-        if self._connector.read(job, self._scheduler.match(job).n):
+        if self._asks(job, lambda: self._connector.read(job, self._scheduler.match(job).n)):
             return True
         self._fetching.discard(job)
         return False
+
+    def _asks(self, job: Job, connector: Callable[[], bool]) -> bool:
+        """Return what the connector answers; where it fails, False, and the job is evaluated without it."""
+        try:
+            return connector()
+        except Exception as error:
+            log.exception("a connector failed, and its job is evaluated without stored KV")
+            job.store_problem = str(error) or type(error).__name__
+            return False
 
     def _fail_running(self, error: Exception) -> None:
         """Fail the jobs whose rows have gone."""

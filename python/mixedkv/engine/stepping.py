@@ -141,7 +141,7 @@ class Stepper:
                     self._abandon([run.job], error)
                 else:
                     log.exception("an answer is complete, and its rows are not stored")
-                    run.job.store_problem = str(error)
+                    run.job.store_problem = str(error) or type(error).__name__
         for part_run in step.parts:  # this overwrites the logits, which have been used by now
             self._evaluate_part(part_run)
         self.n_steps += 1
@@ -191,7 +191,11 @@ class Stepper:
         if not job.work.evaluated:
             job.work.evaluated = True
             self._observer.prompt_done(job)
-            self._connector.evaluated(job, index)
+            try:
+                self._connector.evaluated(job, index)
+            except Exception as error:
+                log.exception("a connector failed, and the answer goes on")
+                job.store_problem = str(error) or type(error).__name__
         if job.answer.sampler is None or job.n_answer >= job.request.max_tokens:
             self._finish(job, "length")
             return
@@ -240,8 +244,11 @@ class Stepper:
 
     def _finish(self, job: Job, reason: str) -> None:
         done = job.finish(reason)
-        self._scheduler.leave(job)
-        self._outbox.put((job, done))
+        try:
+            self._scheduler.leave(job)
+        finally:
+            if job not in self._scheduler.running:  # else it is abandoned, with the error
+                self._outbox.put((job, done))
         self._observer.finished(job, reason)
         self.not_finite.add(False)
         if job.request.store:
@@ -249,8 +256,11 @@ class Stepper:
 
     def _abandon(self, jobs: Sequence[Job], error: Exception) -> None:
         for job in list(jobs):
-            self._scheduler.abandon(job)
             self._outbox.put((job, Failed(error)))
+            try:
+                self._scheduler.abandon(job)
+            except Exception:  # what fails may be the context itself, and the other jobs have to end too
+                log.exception("the rows of an answer that failed were not freed")
             self._observer.failed(job, error)
             self.not_finite.add(isinstance(error, NotFiniteError))
 

@@ -92,6 +92,7 @@ def n_layers_with_rows(model: ModelFile) -> int:
     return min(n, _FIRST_WITH_ROWS.get(model.architecture, n - shared))
 
 
+_UINT32 = 1 << 32  # a damaged file may say more
 _F16_BYTES = 2
 _LEAST_WINDOWS = 4  # answers at a time, as llama-server has unless told otherwise
 
@@ -273,7 +274,8 @@ def _reads_layer(shape: ModelShape, kv: KVSetting, layer: LayerShape, reads: Rea
     if kv.attention == "merged" or layer.has_k_bias or not layer.head_v:
         return False
     type_k, type_v = map(ggml_type, kv.types_of(layer.il))
-    return reads(type_k, type_v, layer.head_k, layer.head_v, shape.n_head[layer.il], layer.n_head_kv)
+    numbers = layer.head_k, layer.head_v, shape.n_head[layer.il], layer.n_head_kv
+    return all(0 < n < _UINT32 for n in numbers) and reads(type_k, type_v, *numbers)
 
 
 def n_cells(shape: ModelShape, n_ctx: int, n_seq: int = 1, sliding: Sliding = WINDOWED) -> tuple[int, int]:

@@ -113,7 +113,11 @@ class _Process:
             if process is None or process.poll() is not None:
                 self.end()
                 process = self._process = start()
-            answer, code = _exchange(process, head, data), process.returncode
+            try:
+                answer, code = _exchange(process, head, data), process.returncode
+            except KilledError:
+                self.end()  # it may take a while to die, and the next task needs another one
+                raise
             if answer is not None or code != 0:
                 break
         if answer is None:

@@ -32,4 +32,7 @@ def main(model: str, kv: str, flash: str, mode: str, threads: str, tokens: str, 
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except ValueError as error:
+        sys.exit(str(error))

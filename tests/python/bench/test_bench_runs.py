@@ -50,7 +50,8 @@ def test_products_are_compared_with_the_weights_in_f16(
     for row in rows:
         assert (row["kv"], row["n_ctx"], row["n_positions"]) == ("f16", 256, 255)
         assert 1e-7 < row["kld_mean"] < 0.1, "a product of 8 bits rounds, and little"
-    assert len({row["kld_mean"] for row in rows}) > 1, "the makers are told apart"
+    batch = {row["products"]: row["kld_mean"] for row in rows if row["mode"] == "batch"}
+    assert batch["mixedkv"] != batch["llama.cpp"]
     assert "against the same weights in F16, 256 tokens" in capsys.readouterr().out
 
 

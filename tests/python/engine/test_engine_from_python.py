@@ -368,18 +368,58 @@ def test_a_connector_of_ones_own(llm: Llama) -> None:
     assert sorted(recorder.offloaded) == sorted(list(job.tokens) for job in jobs)
 
 
-def test_a_connector_that_fails_costs_no_answer(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["fetch", "read", "evaluated", "offload"])
+def test_a_connector_that_fails_costs_no_answer(
+    llm: Llama, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
     recorder = Recorder()
 
-    def fail(job: Job) -> None:
-        raise OSError(f"no room for {job.n_prompt} rows")
+    def fail(*_: object) -> bool:
+        raise OSError("no room for rows")
 
-    monkeypatch.setattr(recorder, "offload", fail)
+    def offer(job: Job) -> bool:
+        job.prefix.offer = object()
+        return False
+
+    if method == "read":
+        monkeypatch.setattr(recorder, "fetch", offer)
+    monkeypatch.setattr(recorder, method, fail, raising=False)
     with Engine(llm, connector=recorder) as engine:
         answers = [engine.submit(recall.prompt, **GREEDY) for recall in RECALLS[:2]]
         assert right([answer.text for answer in answers], RECALLS[:2]) == 2
-        for answer in answers:
-            assert answer.job.store_problem == f"no room for {answer.job.n_prompt} rows"
+        assert {answer.job.store_problem for answer in answers} == {"no room for rows"}
+        wait_for(lambda: engine.idle)
+
+
+def test_rows_that_are_not_freed_cost_no_answer(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool fails when answers leave: each has its text all the same."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the context keeps its rows")
+
+    with Engine(llm) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.pool, "release", fail)
+            answers = [engine.submit(recall.prompt, **GREEDY) for recall in RECALLS[:3]]
+            assert right([answer.text for answer in answers], RECALLS[:3]) == 3
+        assert engine.submit(RECALLS[0].prompt, **GREEDY).text == RECALLS[0].fact.answer
+
+
+def test_every_answer_ends_where_the_context_fails(llm: Llama, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step fails, and so does taking its rows away."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("the context is gone")
+
+    with Engine(llm) as engine:
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.pool, "drop", fail)
+            patch.setattr(engine._stepper._speculation, "evaluated", fail)
+            answers = [engine.submit(recall.prompt, **GREEDY) for recall in RECALLS[:3]]
+            for answer in answers:
+                with pytest.raises(RuntimeError, match="the context is gone"):
+                    answer.result(PATIENCE)
+        assert engine.alive
 
 
 def test_an_answer_ends_with_the_error_that_was_first(

@@ -16,10 +16,13 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.bundled import model_path
+from mixedkv.bundled.corpus import make_recall
 from mixedkv.cli import main
+from mixedkv.engine import Engine
 from mixedkv.native.memory import gpu_kinds
 from support.cache.harness import Ctx, InitError, Mixed, Model, prompt, rel_rms
 from support.cache.hidden import hidden
+from support.engine.conversations import open_llama
 
 pytestmark = [
     pytest.mark.nightly,
@@ -177,6 +180,21 @@ def test_some_layers_on_the_device(open_on: Open) -> None:
     assert [(layer["fused"], layer["in_place"]) for layer in ctx.layers()] == [(True, False), (False, True)]
     tokens = prompt(N)
     assert rel_rms(ctx.decode(tokens), open_on("llama-64", F16, n_gpu_layers=0).decode(tokens)) < CLOSE
+
+
+def test_eight_sequences_of_an_engine() -> None:
+    recalls = [make_recall(seed, 8) for seed in range(8)]
+    texts: dict[str, list[str]] = {}
+    shape = {"n_ctx": 2048, "n_seq_max": 10, "kv_unified": True, "n_gpu_layers": -1}
+    for kv in ("mixed:threshold=32,group=16", "mixed:threshold=32,group=16,attention=merged"):
+        with hidden(in_place="1"), open_llama(kv, **shape) as llm:
+            expected = "merged" if "merged" in kv else "in place (vulkan)"
+            assert {layer.attention for layer in llm.kv.layers} == {expected}
+            with Engine(llm, parallel=8) as engine:
+                answers = [engine.submit(recall.prompt, max_tokens=12, temperature=0) for recall in recalls]
+                texts[expected] = [answer.text for answer in answers]
+    assert texts["in place (vulkan)"] == texts["merged"]
+    assert sum(text == recall.fact.answer for text, recall in zip(texts["merged"], recalls, strict=True)) >= 6
 
 
 def test_a_budget_needs_no_room_for_a_view(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,13 +99,13 @@ class Scheduler(Generic[P]):
         job.close()
 
     def abandon(self, job: P) -> None:
-        """Drop a job that cannot go on, and its rows, which cannot be trusted. The context is asked nothing:
-        that may be what fails.
-        """
+        """Drop a job that cannot go on, and its rows, which cannot be trusted. It has left if this fails."""
         self.running.remove(job)
         assert job.seq is not None
-        self.pool.drop(job.seq)
-        job.close()
+        try:
+            self.pool.drop(job.seq)
+        finally:
+            job.close()
 
     def evaluate_alone(self, job: P) -> None:
         """Take a job's rows, which another one of its step may have spoiled. It continues later from its
@@ -125,11 +125,14 @@ class Scheduler(Generic[P]):
 
     def clear(self) -> list[P]:
         """Close and return every job; nobody owns the context's rows any more."""
-        jobs = [*self.running, *self.waiting]
-        for job in jobs:
-            job.close()
-        self.running, self.to_save = [], []
+        jobs = [*self.running, *self.waiting, *self._unstartable]
+        self.running, self.to_save, self._unstartable = [], [], []
         self.waiting.clear()
+        for job in jobs:
+            try:
+                job.close()
+            except Exception:
+                log.exception("what an answer used was not freed")
         return jobs
 
     def pop_unstartable(self) -> list[P]:
