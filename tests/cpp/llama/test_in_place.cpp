@@ -445,7 +445,7 @@ int main(int argc, char ** argv) {
     CHECK(llama_kv_in_place_queries(2048, 4096, 1, 32, 256) == 1280);
     CHECK(llama_kv_in_place_queries(2048, 4096, 4, 32, 256) == 256);
     CHECK(llama_kv_in_place_queries(70, 4096, 1, 32, 256) == 70);
-    CHECK(llama_kv_in_place_queries(100, 4096, 4, 128, 256) == 100);
+    CHECK(llama_kv_in_place_queries(80, 4096, 4, 128, 256) == 80);
     CHECK(is_refused(128, 4096, 4, 128, 256));   // not even 128 queries
     CHECK(is_refused(8192, 131072, 1, 32, 128)); // sixteen nodes a layer
 
