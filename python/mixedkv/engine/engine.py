@@ -603,7 +603,7 @@ class Engine:
             return connector()
         except Exception as error:
             log.exception("a connector failed, and its job is evaluated without stored KV")
-            job.store_problem = str(error) or type(error).__name__
+            job.store_failed(error)
             return False
 
     def _fail_running(self, error: Exception) -> None:

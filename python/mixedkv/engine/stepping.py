@@ -141,7 +141,7 @@ class Stepper:
                     self._abandon([run.job], error)
                 else:
                     log.exception("an answer is complete, and its rows are not stored")
-                    run.job.store_problem = str(error) or type(error).__name__
+                    run.job.store_failed(error)
         for part_run in step.parts:  # this overwrites the logits, which have been used by now
             self._evaluate_part(part_run)
         self.n_steps += 1
@@ -195,7 +195,7 @@ class Stepper:
                 self._connector.evaluated(job, index)
             except Exception as error:
                 log.exception("a connector failed, and the answer goes on")
-                job.store_problem = str(error) or type(error).__name__
+                job.store_failed(error)
         if job.answer.sampler is None or job.n_answer >= job.request.max_tokens:
             self._finish(job, "length")
             return

@@ -110,10 +110,7 @@ def _facts(random: Random, n_tokens: int, count: Count) -> Pile:
     codes = {place: str(random.randrange(1000, 10000)) for place in chosen}
     people = [_person(random, name) for name in random.sample(_NAMES, _N_PEOPLE)]
     statements = [f"The access code of the {place} is {code}." for place, code in codes.items()]
-    statements += [
-        f"{each['name']} is {each['age']} years old, lives in {each['city']} and works as a {each['job']}."
-        for each in people
-    ]
+    statements += map(_statement, people)
     random.shuffle(statements)
     fillers = _prose(random, n_tokens - sum(map(count, statements)), count)
     every = len(fillers) / len(statements)
@@ -128,6 +125,10 @@ def _facts(random: Random, n_tokens: int, count: Count) -> Pile:
 def _person(random: Random, name: str) -> Person:
     age, city, job = random.randrange(20, 70), random.choice(_CITIES), random.choice(_JOBS)
     return {"name": name, "age": age, "city": city, "job": job}
+
+
+def _statement(person: Person) -> str:
+    return "{name} is {age} years old, lives in {city} and works as a {job}.".format(**person)
 
 
 def _prose(random: Random, n_tokens: int, count: Count) -> list[str]:
@@ -269,10 +270,7 @@ def _chat(random: Random, n_tokens: int, count: Count) -> Pile:
     asks for a fact.
     """
     people = [_person(random, name) for name in random.sample(_NAMES, _N_PEOPLE)]
-    stated = " ".join(
-        f"{each['name']} is {each['age']} years old, lives in {each['city']} and works as a {each['job']}."
-        for each in people
-    )
+    stated = " ".join(map(_statement, people))
     turns = [f"User: These are the people of my team. {stated}\nAssistant: Thank you, I have noted that."]
     answers = _prose(random, n_tokens - count(turns[0]) - (_N_TURNS - 2) * count(_QUESTION), count)
     for i in range(_N_TURNS - 2):

@@ -227,6 +227,10 @@ class Job(Progress):
             sampler.accept_prompt(latest[latest >= 0].tolist())
         return is_first
 
+    def store_failed(self, error: Exception) -> None:
+        """Note why the job goes on, or has ended, without what is stored."""
+        self.store_problem = str(error) or type(error).__name__
+
     def finish(self, reason: str) -> Done:
         self.work.t_end = time.perf_counter()
         return self.answer.finish(reason)
