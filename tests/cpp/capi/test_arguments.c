@@ -360,11 +360,23 @@ static void test_budget(struct llama_context * ctx) {
     EXPECT(OK, mixedkv_check_rows(ctx));
     EXPECT(INVALID, mixedkv_gpus_read(-1, MIXEDKV_TYPE_LM4, 64, 64, 4, 2, &whole));
     EXPECT(INVALID, mixedkv_gpus_read(GGML_TYPE_IQ2_XXS, GGML_TYPE_F16, 64, 64, 4, 2, &whole));
-    EXPECT(INVALID, mixedkv_gpus_read(GGML_TYPE_F16, GGML_TYPE_F16, 64, 64, 4, 0, &whole));
-    EXPECT(INVALID, mixedkv_gpus_read(GGML_TYPE_F16, GGML_TYPE_F16, 64, 64, 4, 3, &whole));
     EXPECT(INVALID, mixedkv_gpus_read(GGML_TYPE_F16, GGML_TYPE_F16, 64, 64, 4, 2, NULL));
-    EXPECT(OK, mixedkv_gpus_read(GGML_TYPE_Q4_0, GGML_TYPE_F16, 80, 80, 4, 2, &whole));
-    EXPECT(OK, mixedkv_gpus_read(GGML_TYPE_F16, GGML_TYPE_F16, 64, 0, 4, 2, &whole));
+    // sizes and counts that no model has: no device reads them
+    const uint32_t unread[][4] = {
+        { 64, 0, 4, 2 },  { 80, 80, 4, 2 }, { UINT32_MAX, 64, 4, 2 },  { 64, 64, 0, 2 },
+        { 64, 64, 4, 0 }, { 64, 64, 4, 3 }, { 64, 64, UINT32_MAX, 1 },
+    };
+    for (size_t i = 0; i < sizeof(unread) / sizeof(unread[0]); i++) {
+        const uint32_t * n_of = unread[i];
+
+        whole = true;
+        EXPECT(OK, mixedkv_gpus_read(GGML_TYPE_Q4_0, GGML_TYPE_F16, n_of[0], n_of[1], n_of[2], n_of[3], &whole));
+        if (whole) {
+            printf("  FAILED, heads of %u and %u elements, %u of Q, %u of KV are said to be read\n", n_of[0], n_of[1],
+                   n_of[2], n_of[3]);
+            n_failed++;
+        }
+    }
     EXPECT(INVALID, mixedkv_count_ring_rows(NULL, 1, 256, 1, 1, &n, &least));
     EXPECT(INVALID, mixedkv_count_ring_rows(&config, 1, 256, 1, 1, NULL, &least));
     EXPECT(INVALID, mixedkv_count_ring_rows(&config, 1, 256, 1, 1, &n, NULL));
