@@ -221,7 +221,8 @@ def fit_with_gpu(place: ContextPlace, kv: KVSetting | None, free: int, n_gpu_lay
     """Fit a model into a machine with GPUs, of whose memory `free` bytes are free together.
 
     All layers go there if the context is long enough then, else as many as fit with their part of the weights
-    and the cache.
+    and the cache, and with the view that attention takes of rows that GPUs do not read as they lie. Where not
+    one fits, the choice is that of a machine without GPUs.
 
     Args:
         n_gpu_layers: what was asked for; None: to be chosen.
@@ -230,10 +231,14 @@ def fit_with_gpu(place: ContextPlace, kv: KVSetting | None, free: int, n_gpu_lay
         whole = fit(replace(place, on_cpu=False, room=free), kv)
         if n_gpu_layers == -1 or (whole.n_ctx >= place.enough and place.weights < free):
             return replace(whole, n_gpu_layers=-1)
-    found, n_layer = fit(place, kv or parse_kv("mixed")), place.shape.n_layer
-    room = free - free // _SPARE - place.compute(found.n_ctx)
-    n = room * n_layer // max(1, place.weights + found.n_bytes)
-    return replace(found, n_gpu_layers=max(0, min(n_layer, n)) if n_gpu_layers is None else n_gpu_layers)
+    split = replace(place, on_cpu=False)  # types that GPUs write, and rows that they read
+    found, n_layer = fit(split, kv or parse_kv("mixed")), place.shape.n_layer
+    view = found.n_bytes - place.size(found.kv, found.n_ctx)  # of one layer, whole on whichever GPU has it
+    room = free - free // _SPARE - place.compute(found.n_ctx) - view
+    n = max(0, min(n_layer, room * n_layer // max(1, place.weights + found.n_bytes - view)))
+    if n_gpu_layers is None and n == 0:
+        return fit(place, kv)
+    return replace(found, n_gpu_layers=n if n_gpu_layers is None else n_gpu_layers)
 
 
 def check_room(place: ContextPlace, kv: KVSetting, n_ctx: int) -> None:

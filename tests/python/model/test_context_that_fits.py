@@ -166,6 +166,39 @@ def test_layers_go_to_a_gpu_that_has_room() -> None:
     assert fit_with_gpu(where, None, 4 * GIB, 5).n_gpu_layers == 5
 
 
+def test_layers_on_a_gpu_leave_room_for_the_view() -> None:
+    """An F16 view of 131,072 tokens takes as much memory as several layers."""
+
+    def where(reads: bool) -> ContextPlace:
+        return place("8B", 24 * GIB, reads=lambda *layer: reads)
+
+    in_place, merged = (fit_with_gpu(where(reads), None, 4 * GIB, None) for reads in (True, False))
+    assert in_place.n_ctx == merged.n_ctx == TRAINED
+    assert 0 < merged.n_gpu_layers < in_place.n_gpu_layers
+    merging = where(False)
+    view = footprint(merging.shape, merged.kv, TRAINED, merging.n_seq, merging.sliding, merging.reads).view
+    assert merged.n_bytes - in_place.n_bytes == view > 0
+    layer = (WEIGHTS["8B"] + in_place.n_bytes) / 32
+    beside = compute(TRAINED) + view
+    assert merged.n_gpu_layers * layer + beside <= 3.5 * GIB < (merged.n_gpu_layers + 1) * layer + beside
+
+
+def test_layers_on_a_gpu_have_types_that_it_writes() -> None:
+    """Whether all layers are there or some."""
+    where = replace(place("8B", 24 * GIB), on_cpu=True)
+    kv = parse_kv("mixed:budget=3GiB")
+    assert "tc3" in str(fit(where, kv).kv)
+    assert "tc3" in str(fit_with_gpu(replace(where, gpus_write_all=True), kv, 4 * GIB, None).kv)
+    some = fit_with_gpu(where, kv, 4 * GIB, None)
+    assert some.n_gpu_layers > 0
+    assert "tc3" not in str(some.kv)
+
+
+def test_a_gpu_without_room_for_a_layer_changes_nothing() -> None:
+    where = place("8B", 6 * GIB)
+    assert fit_with_gpu(where, None, 200 << 20, None) == fit(where, None)
+
+
 def test_too_much_is_refused_with_the_choice_that_fits() -> None:
     where = place("8B", 6 * GIB, n_seq=1, weights=0)
     with pytest.raises(
