@@ -1,5 +1,7 @@
 #include "lm4.h"
 
+#include "wide_registers.h"
+
 #include <cmath>
 
 namespace {
@@ -10,23 +12,28 @@ constexpr auto & levels = mixedkv::lm4_values::at;
 // error.
 constexpr float tries[] = { 0.85f, 0.9f, 0.95f, 1.0f, 1.05f };
 
-// x / scale as integers. All loops here are such that compilers make vectors of them.
-void to_integers(const float * x, float scale, int8_t * __restrict out) {
-    const float inverse = 1.0f / scale;
+// x / scale as integers; NaN becomes 0
+template <int lanes>
+[[gnu::always_inline]] inline void to_integers(const float * x, float scale, int8_t * __restrict out) {
+    const mixedkv::numbers<lanes> none = {}, low = none - 127.0f, high = none + 127.0f;
+    int32_t                       bits[LM4_ELEMENTS];
+    for (int i = 0; i < LM4_ELEMENTS; i += lanes) {
+        mixedkv::numbers<lanes> y;
+        std::memcpy(&y, x + i, sizeof(y));
+        y *= 1.0f / scale;
+        y = y < low ? low : y;
+        y = y > high ? high : y;
+        y += 0x1.8p23f; // a step of it is 1
+        std::memcpy(bits + i, &y, sizeof(y));
+    }
     for (int i = 0; i < LM4_ELEMENTS; i++) {
-        float y = x[i] * inverse;
-        y       = y < -127.0f ? -127.0f : y;
-        y       = y > 127.0f ? 127.0f : y;
-        y += 0x1.8p23f; // a step of it is 1; NaN has zeros there
-        int32_t bits;
-        std::memcpy(&bits, &y, 4);
-        out[i] = int8_t(bits);
+        out[i] = int8_t(bits[i]);
     }
 }
 
-// The level nearest to each integer, or its index
+// The level nearest to each integer, or its index. Loops here are such that compilers make vectors of them.
 template <bool index>
-void find_levels(const int8_t * x, int8_t * __restrict out) {
+[[gnu::always_inline]] inline void find_levels(const int8_t * x, int8_t * __restrict out) {
     std::memset(out, index ? 0 : levels[0], LM4_ELEMENTS);
     for (int n = 1; n < 16; n++) {
         const int8_t between = int8_t((levels[n - 1] + levels[n]) >> 1);
@@ -43,10 +50,10 @@ struct sums {
     int32_t yy; // of squared levels
 
     // what the best scale for these levels takes from the squares of x
-    float gain() const { return xy * xy / float(yy); }
+    [[gnu::always_inline]] float gain() const { return xy * xy / float(yy); }
 };
 
-sums add_up(const float * x, const int8_t * level) {
+[[gnu::always_inline]] inline sums add_up(const float * x, const int8_t * level) {
     constexpr int lanes     = 16;
     float         xy[lanes] = {};
     int32_t       yy        = 0;
@@ -66,7 +73,7 @@ sums add_up(const float * x, const int8_t * level) {
     return { xy[0], yy };
 }
 
-float largest_of(const float * x) {
+[[gnu::always_inline]] inline float largest_of(const float * x) {
     float least = 0.0f, most = 0.0f;
     for (int i = 0; i < LM4_ELEMENTS; i++) {
         least = x[i] < least ? x[i] : least;
@@ -75,7 +82,8 @@ float largest_of(const float * x) {
     return most > -least ? most : least;
 }
 
-void store_block(const float * x, uint8_t * block) {
+template <int lanes>
+[[gnu::always_inline]] inline void store_block(const float * x, uint8_t * block) {
     const float first = largest_of(x) / float(levels[0]);
     float       scale = 0.0f, gain = 0.0f;
     int8_t      best[LM4_ELEMENTS] = {}, integers[LM4_ELEMENTS], level[LM4_ELEMENTS];
@@ -83,7 +91,7 @@ void store_block(const float * x, uint8_t * block) {
         if (first == 0.0f) {
             break;
         }
-        to_integers(x, t * first, integers);
+        to_integers<lanes>(x, t * first, integers);
         find_levels<false>(integers, level);
         const sums s = add_up(x, level);
         if (s.gain() > gain) {
@@ -104,10 +112,12 @@ void store_block(const float * x, uint8_t * block) {
 } // namespace
 
 void lm4_from_float(const float * x, void * row, int64_t n) {
-    auto * block = static_cast<uint8_t *>(row);
-    for (int64_t i = 0; i < n; i += LM4_ELEMENTS, block += LM4_BYTES) {
-        store_block(x + i, block);
-    }
+    auto * blocks = static_cast<uint8_t *>(row);
+    mixedkv::with_widest_registers([=](auto lanes) __attribute__((always_inline)) {
+        for (int64_t i = 0; i < n / LM4_ELEMENTS; i++) {
+            store_block<lanes>(x + i * LM4_ELEMENTS, blocks + i * LM4_BYTES);
+        }
+    });
 }
 
 void lm4_to_float(const void * row, float * x, int64_t n) {
