@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mixedkv.chunks.donors import Segment, covered
-from mixedkv.chunks.drift import Drift, corrected_layers, slices
+from mixedkv.chunks.drift import Drift, RepairedLayers, slices
 from mixedkv.chunks.gate import last_logits
 from mixedkv.chunks.repair import Mask, Method, at_seams, benefit, most, spread
 from mixedkv.kv.block import KVBlock
@@ -52,7 +52,8 @@ class Assembly:
     Attributes:
         method, segments, n_exact: as given; the segments are those of the rows.
         kept: which rows come from a donor, bool [n]; known at the end.
-        n_left: about how many tokens are still to be evaluated.
+        n_left: about how many tokens are still to be evaluated, but never fewer than are now: a step
+            evaluates so many at most.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Assembly:
                 yield
         chosen = yield from self._choose(deviation)
         self.kept = self._reused & ~chosen
+        self.n_left = int((~self.kept[self.n_exact :]).sum())
         begin = self.n_exact
         if self.method.repair == "query":
             begin = yield from self._correct(begin, chosen)
@@ -106,9 +108,9 @@ class Assembly:
         one of the next. Return the end of the last passage.
         """
         kv, seq, tokens = self._llm.kv, self._seq, self._tokens
-        views, due = corrected_layers(kv), list[tuple[Drift, Segment, int, int]]()
+        layers, due = RepairedLayers.of(kv), list[tuple[Drift, Segment, int, int]]()
         for i, segment in enumerate(self.segments):
-            drift = Drift(kv, views, seq, segment.begin, segment.end, chosen[segment.begin : segment.end])
+            drift = Drift(kv, layers, seq, segment.begin, segment.end, chosen[segment.begin : segment.end])
             for low, high in slices(len(segment)):
                 due.append((drift, segment, low, high))
                 n = sum(p1 - p0 for *_, p0, p1 in due)
@@ -216,7 +218,7 @@ class Assembly:
                 )
             done += len(some)
             self._work += part * len(some)
-            self.n_left = max(1, self.n_left - len(some))
+            self.n_left = max(1, self.n_left - len(some), len(positions) - done)
             if done < len(positions) or not logits:  # the last logits are read before others evaluate
                 yield
         return mass

@@ -17,6 +17,7 @@ from mixedkv.chunks.gate import compare, follow, last_logits
 from mixedkv.chunks.repair import Method
 from mixedkv.engine import PromptCache
 from mixedkv.errors import ContextLengthError, UnsupportedModelError
+from mixedkv.kv.cache import KVCache
 from mixedkv.store import Identity, KVStore
 from mixedkv_bench.harness.reuse_cases import Case, CaseMaker
 from support.engine.conversations import empty, open_llama, user
@@ -63,6 +64,27 @@ def full(llm: Llama, tokens: np.ndarray) -> np.ndarray:
 
 
 # --- what is reused ---
+
+
+@pytest.mark.parametrize("repair", ["none", "seam", "cacheblend", "query"])
+def test_a_repair_takes_few_evaluations(
+    llm: Llama, store: KVStore, repair: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few tokens it was thought to need: each evaluation reads all weights."""
+    case = maker(llm).make("documents", "conversation", 1)
+    fill(llm, store, case)
+    sizes, evaluate = list[int](), KVCache.fill
+
+    def counted(kv: KVCache, tokens: np.ndarray, *rest: object, **options: object) -> np.ndarray:
+        sizes.append(len(tokens))
+        return evaluate(kv, tokens, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(KVCache, "fill", counted)
+    done = open_cache(llm, store, repair).prefill(case.prompt)
+    drafted = sizes.count(1) if repair == "query" else 0
+    assert drafted <= 8
+    assert sum(sizes) >= done.chunks.n_evaluated - done.chunks.n_new
+    assert len(sizes) - drafted <= 4 + 2 * case.prompt.size // llm.n_batch
 
 
 @pytest.mark.parametrize("repair", ["none", "seam", "cacheblend", "query"])
