@@ -9,7 +9,7 @@ regression over positions).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
 from typing import TypeAlias
@@ -61,10 +61,20 @@ def slices(n: int) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def corrected_layers(kv: KVCache) -> list[LayerView]:
-    """Return the layers whose rows are corrected, and the first one, which is looked at for damage."""
-    layers = [layer.il for layer in kv.layers]
-    return [kv.layer(il) for il in (layers[0], *layers[max(1, int(_KEPT_AS_THEY_ARE * len(layers))) :])]
+@dataclass(frozen=True, slots=True)
+class RepairedLayers:
+    """The layers of a cache: `corrected` are those whose rows are corrected, and the first one; of the others
+    the beginning of a passage is looked at for damage.
+    """
+
+    corrected: Sequence[LayerView]
+    others: Sequence[LayerView]
+
+    @classmethod
+    def of(cls, kv: KVCache) -> RepairedLayers:
+        views = kv.layer_views()
+        kept = max(1, int(_KEPT_AS_THEY_ARE * len(views)))
+        return cls((views[0], *views[kept:]), views[1:kept])
 
 
 class Drift:
@@ -73,24 +83,23 @@ class Drift:
 
     Args:
         kv: the cache.
-        views: its layers that are corrected, see `corrected_layers`.
+        layers: of the cache.
         seq: the sequence.
         begin, end: positions of the passage.
         chosen: which of its tokens will be evaluated, bool [end - begin].
     """
 
     def __init__(
-        self, kv: KVCache, views: Sequence[LayerView], seq: int, begin: int, end: int, chosen: Mask
+        self, kv: KVCache, layers: RepairedLayers, seq: int, begin: int, end: int, chosen: Mask
     ) -> None:
         self._kv, self._seq, self._begin, self._chosen = kv, seq, begin, chosen
         self._at, self._n_noted = np.flatnonzero(chosen), 0
         looked = min(end, begin + _LOOKED_AT)
         with _blas().limit(limits=1):
-            self._layers = {view.info.il: _Layer(view, seq, begin, end, chosen) for view in views}
+            self._layers = {view.info.il: _Layer(view, seq, begin, end, chosen) for view in layers.corrected}
             self._others = {
-                il: _Layer(kv.layer(il), seq, begin, looked, chosen[: looked - begin])
-                for il in (layer.il for layer in kv.layers)
-                if il not in self._layers
+                view.info.il: _Layer(view, seq, begin, looked, chosen[: looked - begin])
+                for view in layers.others
             }
 
     def correct(self, tokens: Tokens, low: int, high: int) -> None:

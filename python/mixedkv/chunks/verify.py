@@ -161,11 +161,10 @@ def row_errors(llm: Llama, found: Heads, full: Heads, again: Heads, at: npt.NDAr
 def all_rows(llm: Llama) -> Heads:
     """Return the rows of sequence 0 as attention reads them."""
     found = Heads()
-    for layer in llm.kv.layers:
-        view = llm.kv.layer(layer.il)
-        found[layer.il, "K"] = view.k()
-        if layer.head_size_v:
-            found[layer.il, "V"] = view.v()
+    for view in llm.kv.layer_views():
+        found[view.info.il, "K"] = view.k()
+        if view.info.head_size_v:
+            found[view.info.il, "V"] = view.v()
     return found
 
 

@@ -202,7 +202,7 @@ class KVCache:
     @property
     def layers(self) -> tuple[LayerStats, ...]:
         """Allocated rows of each layer that has a KV cache, in order. Any thread may ask."""
-        return tuple(self._layers().values())
+        return self._layers()
 
     def layer(self, il: int) -> LayerView:
         """Return a view of one layer's rows.
@@ -210,11 +210,15 @@ class KVCache:
         Raises:
             IndexError: the layer has no KV cache; the message lists those that have one.
         """
-        layers = self._layers()
+        layers = {view.info.il: view for view in self.layer_views()}
         if il not in layers:
             known = ", ".join(map(str, layers)) or "none"
             raise IndexError(f"layer {il} has no KV cache; layers that have one: {known}")
-        return LayerView(lambda: self._context.address, layers[il], self.busy)
+        return layers[il]
+
+    def layer_views(self) -> tuple[LayerView, ...]:
+        """Return views of the rows of all layers that have a KV cache, in order."""
+        return tuple(LayerView(lambda: self._context.address, each, self.busy) for each in self.layers)
 
     @exclusive
     def export(self, seq: int = 0, p0: int = 0, p1: int = -1, tokens: npt.ArrayLike | None = None) -> KVBlock:
@@ -681,8 +685,8 @@ class KVCache:
         return self._llama.input_ids[p0:p1]
 
     @present
-    def _layers(self) -> dict[int, LayerStats]:
-        return {layer["il"]: LayerStats.of(layer) for layer in self._context.layers()}
+    def _layers(self) -> tuple[LayerStats, ...]:
+        return tuple(map(LayerStats.of, self._context.layers()))
 
     def _append_tokens(self, tokens: npt.NDArray[np.int32]) -> None:
         """Append tokens whose KV was loaded behind what is there, so that evaluation goes on after them."""

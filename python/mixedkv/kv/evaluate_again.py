@@ -82,8 +82,8 @@ class Again:
 def read_rows(kv: KVCache, seq: int, spans: Sequence[Span]) -> Rows:
     """Return the rows at some positions of a sequence, of every layer that has all of them."""
     n, found = sum(end - begin for begin, end in spans), Rows()
-    for layer in kv.layers:
-        view = kv.layer(layer.il)
+    for view in kv.layer_views():
+        layer = view.info
         for which, read in (("K", view.k), ("V", view.v)) if layer.head_size_v else (("K", view.k),):
             parts = [read(seq, begin, end, basis="model") for begin, end in spans]
             rows = np.concatenate([part.reshape(len(part), -1) for part in parts])
@@ -136,8 +136,7 @@ def relative_errors(rows: Rows, expected: Rows) -> Rows:
 def _hot(kv: KVCache, seq: int, spans: Sequence[Span]) -> npt.NDArray[np.bool_]:
     """Return which of the tokens are read in F16 in a layer that has them all, bool [n]."""
     n = sum(end - begin for begin, end in spans)
-    for layer in kv.layers:
-        view = kv.layer(layer.il)
+    for view in kv.layer_views():
         hot = np.concatenate([view.hot(seq, begin, end) for begin, end in spans])
         if len(hot) == n:
             return hot

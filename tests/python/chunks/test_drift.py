@@ -11,7 +11,7 @@ import pytest
 
 from mixedkv import Llama
 from mixedkv.chunks.donors import DonorIndex
-from mixedkv.chunks.drift import DamagedRowsError, Drift, _Places, _with_rows, corrected_layers, slices
+from mixedkv.chunks.drift import DamagedRowsError, Drift, RepairedLayers, _Places, _with_rows, slices
 from mixedkv.engine import PromptCache
 from mixedkv.kv.block import KVBlock
 from mixedkv.store import KVStore
@@ -59,7 +59,7 @@ def test_rows_that_were_not_chosen_come_nearer(cold: str) -> None:
     with open_llama(f"mixed:cold={cold}", n_ctx=512) as llm:
         tokens = place(llm, tokens_of(llm)[90:120])
         moved = rows_of(llm)
-        drift = Drift(llm.kv, corrected_layers(llm.kv), 0, BEGIN, END, CHOSEN)
+        drift = Drift(llm.kv, RepairedLayers.of(llm.kv), 0, BEGIN, END, CHOSEN)
         evaluate_chosen(llm, tokens)
         drift.correct(tokens[BEGIN:END], 0, END - BEGIN)
         corrected = rows_of(llm)
@@ -79,7 +79,7 @@ def test_without_a_change_rows_stay_to_the_bit(kv: str) -> None:
     with open_llama(kv, n_ctx=512) as llm:
         tokens = place(llm, tokens_of(llm)[:BEGIN])
         before = llm.kv.export(0, 0, END, tokens[:END])
-        drift = Drift(llm.kv, corrected_layers(llm.kv), 0, BEGIN, END, CHOSEN)
+        drift = Drift(llm.kv, RepairedLayers.of(llm.kv), 0, BEGIN, END, CHOSEN)
         drift.correct(tokens[BEGIN:END], 0, END - BEGIN)
         after = llm.kv.export(0, 0, END, tokens[:END])
         for layer, other in zip(before.groups[0].layers, after.groups[0].layers, strict=True):
@@ -94,7 +94,7 @@ def test_damage_is_told_from_another_context(cold: str, damage: str) -> None:
         tokens = place(llm, tokens_of(llm)[90:120])
         if damage:
             spoil(llm, tokens, damage, random)
-        drift = Drift(llm.kv, corrected_layers(llm.kv), 0, BEGIN, END, CHOSEN)
+        drift = Drift(llm.kv, RepairedLayers.of(llm.kv), 0, BEGIN, END, CHOSEN)
         evaluate_chosen(llm, tokens)
         if damage:
             with pytest.raises(DamagedRowsError, match="in layer"):
@@ -113,7 +113,7 @@ def test_damage_in_any_layer_is_told(il: int) -> None:
         layers[il] = _with_rows(layers[il], [k, 10 * v])
         llm.kv.replace(replace(block, groups=(replace(block.groups[0], layers=tuple(layers)),)))
         chosen = CHOSEN | (np.arange(END - BEGIN) < 8)  # as a repair chooses, most at the beginning
-        drift = Drift(llm.kv, corrected_layers(llm.kv), 0, BEGIN, END, chosen)
+        drift = Drift(llm.kv, RepairedLayers.of(llm.kv), 0, BEGIN, END, chosen)
         evaluate_chosen(llm, tokens, chosen)
         with pytest.raises(DamagedRowsError, match=f"V of the passage .* in layer {il}"):
             drift.correct(tokens[BEGIN:END], 0, END - BEGIN)
