@@ -4,37 +4,59 @@
 
 #include "attention/kernel.h"
 
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
 namespace mixedkv {
 namespace {
 
-// Sums of neighbours to the front, differences to the back: the step is the same at every level, so it vectorises at
-// all.
-inline void butterflies(const float * __restrict in, float * __restrict out, int n) {
-    for (int i = 0; i < n / 2; i++) {
-        out[i]         = in[2 * i] + in[2 * i + 1];
-        out[i + n / 2] = in[2 * i] - in[2 * i + 1];
+// x[i] + x[i + h] and x[i] - x[i + h]
+inline void butterflies(float * x, int n, int h) {
+    for (int i = 0; i < n; i += 2 * h) {
+        for (int j = i; j < i + h; j++) {
+            const float a = x[j];
+            const float b = x[j + h];
+            x[j]          = a + b;
+            x[j + h]      = a - b;
+        }
     }
 }
 
-// Each `edge` elements by the orthonormal Hadamard matrix, `edge` a power of two. log2(edge) steps bring every element
-// back to its place; sums are formed in the order in which ggml forms them, so rows get the same bits.
+#ifdef __AVX2__
+// The steps of 1, 2 and 4 in registers of eight
+inline void rotate_eights(float * x, int n, float scale) {
+    const __m256 one  = _mm256_setr_ps(0.0f, -0.0f, 0.0f, -0.0f, 0.0f, -0.0f, 0.0f, -0.0f);
+    const __m256 two  = _mm256_setr_ps(0.0f, 0.0f, -0.0f, -0.0f, 0.0f, 0.0f, -0.0f, -0.0f);
+    const __m256 four = _mm256_setr_ps(0.0f, 0.0f, 0.0f, 0.0f, -0.0f, -0.0f, -0.0f, -0.0f);
+    for (int i = 0; i < n; i += 8) {
+        __m256 y = _mm256_mul_ps(_mm256_loadu_ps(x + i), _mm256_set1_ps(scale));
+        y        = _mm256_add_ps(_mm256_permute_ps(y, 0xb1), _mm256_xor_ps(y, one));
+        y        = _mm256_add_ps(_mm256_permute_ps(y, 0x4e), _mm256_xor_ps(y, two));
+        y        = _mm256_add_ps(_mm256_permute2f128_ps(y, y, 1), _mm256_xor_ps(y, four));
+        _mm256_storeu_ps(x + i, y);
+    }
+}
+#endif
+
+// Each `edge` elements by the orthonormal Hadamard matrix, `edge` a power of two. Sums are formed in the order in which
+// ggml forms them, so rows get the same bits.
 inline void rotate(float * x, int64_t n, int edge) {
-    alignas(64) float a[attention_max_head_size];
-    alignas(64) float b[attention_max_head_size];
-    const float       scale = 1.0f / __builtin_sqrtf(float(edge));
+    const float scale = 1.0f / __builtin_sqrtf(float(edge));
     for (int64_t i = 0; i < n; i += edge, x += edge) {
-        float * in  = a;
-        float * out = b;
-        for (int j = 0; j < edge; j++) {
-            in[j] = x[j] * scale;
+        int done = 1;
+#ifdef __AVX2__
+        if (edge >= 8) {
+            rotate_eights(x, edge, scale);
+            done = 8;
         }
-        for (int length = 1; length < edge; length *= 2) {
-            butterflies(in, out, edge);
-            float * const before = in;
-            in                   = out;
-            out                  = before;
+#endif
+        for (int j = 0; j < edge && done == 1; j++) {
+            x[j] *= scale;
         }
-        std::memcpy(x, in, edge * sizeof(float));
+        for (int h = done; h < edge; h *= 2) {
+            butterflies(x, edge, h);
+        }
     }
 }
 

@@ -204,15 +204,35 @@ void queries_of_several_calls_are_near_the_reference() {
     }
 }
 
+// The sums of ggml's order: of neighbours first
+std::vector<float> rotated_in_order(std::vector<float> x, size_t edge) {
+    for (float & e : x) {
+        e *= 1.0f / std::sqrt(float(edge));
+    }
+    for (size_t h = 1; h < edge; h *= 2) {
+        std::vector<float> y(x.size());
+        for (size_t i = 0; i < x.size(); i++) {
+            y[i] = i & h ? x[i ^ h] - x[i] : x[i] + x[i ^ h];
+        }
+        x = y;
+    }
+    return x;
+}
+
 void rotation_is_that_of_its_definition() {
     test::rng r(23);
-    for (int edge : { 1, 2, 16, 64, 128, 1024 }) {
+    for (int edge : { 1, 2, 4, 8, 16, 32, 64, 128, 256, 1024 }) {
         std::vector<float> x(3 * edge);
         for (float & e : x) {
             e = r.gauss();
         }
-        const std::vector<double> want = test::rotated(std::vector<double>(x.begin(), x.end()), edge);
+        const std::vector<double> want  = test::rotated(std::vector<double>(x.begin(), x.end()), edge);
+        const std::vector<float>  exact = rotated_in_order(x, edge);
         mixedkv::rotate_row(x.data(), int64_t(x.size()), edge);
+        if (x != exact) {
+            std::printf("FAIL rotation by %d has not the bits of ggml's\n", edge);
+            failures++;
+        }
         for (size_t i = 0; i < x.size(); i++) {
             if (!(std::fabs(x[i] - want[i]) < 1e-5)) {
                 std::printf("FAIL rotation by %d, element %zu: %g, not %g\n", edge, i, double(x[i]), want[i]);
