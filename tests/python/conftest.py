@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from support.cache.oracle import Oracle, oracle_of
 from support.engine.conversations import empty, open_llama
 from support.models import zoo
 from support.models.planted import plant
-from support.needs import NEEDS, missing, undeclared
+from support.needs import EMULATED, NEEDS, missing, undeclared
 from support.tiers import may_have, tier_of
 
 # a shell has its background jobs ignore Ctrl-C, and what they start inherits it
@@ -39,6 +40,26 @@ def be_patient() -> None:
     slow = [hypothesis.HealthCheck.too_slow]
     hypothesis.settings.register_profile("patient", deadline=None, suppress_health_check=slow)
     hypothesis.settings.load_profile("patient")
+
+
+LIMITS_ON_TIME = (  # seconds that the package allows itself
+    "mixedkv.constrain.constraint._SLOWEST_MASK",
+    "mixedkv.constrain.trial.SECONDS",
+    "mixedkv.constrain.trial.STEP_SECONDS",
+    "mixedkv.engine.chat.chat_template._PROBE_SECONDS",
+    "mixedkv.engine.chat.text_tokenizer._SECONDS",
+    "mixedkv.work.processes.CLOCK_SECONDS",
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def limits_on_time() -> Iterator[None]:
+    """Make them twenty times as long under emulation, where everything takes as much longer."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in LIMITS_ON_TIME if EMULATED else ():
+            module, _, limit = name.rpartition(".")
+            patch.setattr(name, 20 * getattr(import_module(module), limit))
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,6 +14,7 @@ import pytest
 
 from mixedkv.store import KVStore
 from mixedkv.store.tiers.disk import DiskTier
+from support.needs import EMULATED
 from support.stores.blocks import identity, make_block, same, stored_match
 
 pytestmark = pytest.mark.core
@@ -88,11 +89,13 @@ def test_killed_while_writing(tmp_path: Path, key: bytes | None) -> None:
             assert len(visible - reported.keys()) <= kill + 1
             assert reported.keys() <= visible
     assert len(reported) >= N_KILLS // 2
-    assert left_behind > 0  # so kills did come while a file was being written
     with KVStore(tmp_path, max_ram_bytes=0, key=key and (lambda: key)) as store:
         assert store.verify().damaged == {}
         for i, n in reported.values():
             check_sequence(store, i, n)
+    if EMULATED and not left_behind:
+        pytest.skip("emulated, making rows takes so long that no kill came while a file was being written")
+    assert left_behind > 0  # so kills did come while a file was being written
 
 
 def check_sequence(store: KVStore, i: int, n: int) -> None:

@@ -15,6 +15,9 @@ from pathlib import Path
 from mixedkv import system
 from support.cache.stock_library import stock_library
 
+EMULATED = "QEMU_LD_PREFIX" in os.environ
+"""Whether qemu-user runs this (`.ci/aarch64/environment`): twenty times as slowly, but for system calls."""
+
 # what it is: whether the machine has it, and what is missing otherwise
 NEEDS: dict[str, tuple[Callable[[], object], str]] = {
     # fixtures named `real_model`... download it, and skip where they cannot
