@@ -220,8 +220,10 @@ template <int lanes>
         set[0][t] = first.set_at(t);
         set[1][t] = second.set_at(t);
     }
-    for (int i = 0; i < 2 * run; i += lanes) {
-        choose<lanes>(ordered[0] + i, inverse[best], set[0] + i, field[0] + i, level[0] + i);
+    for (int h = 0; h < 2; h++) {
+        for (int i = 0; i < run; i += lanes) {
+            choose<lanes>(ordered[h] + i, inverse[best], set[h] + i, field[h] + i, level[h] + i);
+        }
     }
     const uint16_t half = mixedkv::float_to_half(scale_of(ordered, level));
     std::memcpy(block, &half, sizeof(half));
