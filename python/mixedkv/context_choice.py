@@ -132,12 +132,14 @@ def _place(choice: ContextChoice, file: ModelFile, options: Mapping[str, Any]) -
     except UnsupportedModelError:
         return None
     n_ubatch = min(options.get("n_ubatch", _N_BATCH), options.get("n_batch", _N_BATCH))
+    offloads = bool(options.get("offload_kqv", True))
     return ContextPlace(
         shape=shape,
         n_seq=choice.n_seq_max,
         n_stream=1 if choice.kv_unified else choice.n_seq_max,
         sliding=Sliding(full=options["swa_full"], n_windows=choice.n_windows, n_ubatch=n_ubatch),
-        on_cpu=not (options.get("n_gpu_layers") and options.get("offload_kqv", True)),
+        on_cpu=not (options.get("n_gpu_layers") and offloads),
+        offloads=offloads,
         gpus_write_all=gpu_kinds() == {"CUDA"},
         weights=(0 if choice.shares_weights else file.size) + _size_of(options.get("lora_path")),
         compute=lambda n_ctx: compute_bytes(file, n_ubatch, n_ctx),

@@ -74,6 +74,7 @@ class ContextPlace:
     Args:
         n_seq: sequences that share it; `n_stream` equal parts have sequences of their own.
         on_cpu: the cache lies in CPU memory.
+        offloads: GPUs have the cache of their layers; False with offload_kqv=False, all of it is the CPU's.
         gpus_write_all: GPUs write all cold types.
         reads: tells whether they read rows as they lie.
         weights: bytes of weights that are still to be loaded.
@@ -87,6 +88,7 @@ class ContextPlace:
     n_stream: int = 1
     sliding: Sliding = WINDOWED
     on_cpu: bool = True
+    offloads: bool = True
     gpus_write_all: bool = False
     reads: Reads = _core.gpus_read
     weights: int = 0
@@ -222,23 +224,37 @@ def fit_with_gpu(place: ContextPlace, kv: KVSetting | None, free: int, n_gpu_lay
 
     All layers go there if the context is long enough then, else as many as fit with their part of the weights
     and the cache, and with the view that attention takes of rows that GPUs do not read as they lie. Where not
-    one fits, the choice is that of a machine without GPUs.
+    one fits, the choice is that of a machine without GPUs. A cache that stays in CPU memory is chosen as on
+    such a machine, and GPUs have weights only.
 
     Args:
         n_gpu_layers: what was asked for; None: to be chosen.
     """
+    if not place.offloads:
+        found = fit(place, kv)
+        if n_gpu_layers is None:
+            n = _layers_that_fit(place, free, place.compute(found.n_ctx), place.weights)
+            n_gpu_layers = -1 if n == place.shape.n_layer else n
+        return replace(found, n_gpu_layers=n_gpu_layers)
+    on_gpu = replace(place, on_cpu=False)  # types that GPUs write, and rows that they read
     if n_gpu_layers in (None, -1):
-        whole = fit(replace(place, on_cpu=False, room=free), kv)
+        whole = fit(replace(on_gpu, room=free), kv)
         if n_gpu_layers == -1 or (whole.n_ctx >= place.enough and place.weights < free):
             return replace(whole, n_gpu_layers=-1)
-    split = replace(place, on_cpu=False)  # types that GPUs write, and rows that they read
-    found, n_layer = fit(split, kv or parse_kv("mixed")), place.shape.n_layer
-    view = found.n_bytes - place.size(found.kv, found.n_ctx)  # of one layer, whole on whichever GPU has it
-    room = free - free // _SPARE - place.compute(found.n_ctx) - view
-    n = max(0, min(n_layer, room * n_layer // max(1, place.weights + found.n_bytes - view)))
-    if n_gpu_layers is None and n == 0:
-        return fit(place, kv)
-    return replace(found, n_gpu_layers=n if n_gpu_layers is None else n_gpu_layers)
+    found = fit(on_gpu, kv or parse_kv("mixed"))
+    if n_gpu_layers is not None:
+        return replace(found, n_gpu_layers=n_gpu_layers)
+    without = place.size(replace(found.kv, attention="auto"), found.n_ctx)  # as CPUs read it
+    view = found.n_bytes - without  # of one layer, whole on whichever GPU has it
+    beside = place.compute(found.n_ctx) + view
+    n = _layers_that_fit(place, free, beside, place.weights + without)
+    return replace(found, n_gpu_layers=n) if n else fit(place, kv)
+
+
+def _layers_that_fit(place: ContextPlace, free: int, beside: int, n_bytes: int) -> int:
+    """Return how many layers, of which all take `n_bytes`, fit into `free` bytes with `beside` bytes more."""
+    room = free - free // _SPARE - beside
+    return max(0, min(place.shape.n_layer, room * place.shape.n_layer // max(1, n_bytes)))
 
 
 def check_room(place: ContextPlace, kv: KVSetting, n_ctx: int) -> None:

@@ -183,6 +183,29 @@ def test_layers_on_a_gpu_leave_room_for_the_view() -> None:
     assert merged.n_gpu_layers * layer + beside <= 3.5 * GIB < (merged.n_gpu_layers + 1) * layer + beside
 
 
+def test_a_view_of_all_layers_has_its_room_on_a_gpu() -> None:
+    """kv="mixed:attention=merged" takes the view whatever the GPU reads."""
+    merged = fit_with_gpu(place("8B", 24 * GIB, reads=lambda *layer: False), None, 4 * GIB, None)
+    asked = fit_with_gpu(
+        place("8B", 24 * GIB, reads=lambda *layer: True), parse_kv("mixed:attention=merged"), 4 * GIB, None
+    )
+    assert (asked.n_gpu_layers, asked.n_bytes) == (merged.n_gpu_layers, merged.n_bytes)
+
+
+@pytest.mark.parametrize("n_gpu_layers", [None, 10])
+def test_a_cache_that_stays_on_the_cpu_has_what_the_cpu_reads(n_gpu_layers: int | None) -> None:
+    """offload_kqv=False: types that GPUs do not write, and no view."""
+    where = place("8B", 24 * GIB, offloads=False, reads=lambda *layer: False)
+    kv = parse_kv("mixed:budget=3GiB")
+    alone, found = fit(where, kv), fit_with_gpu(where, kv, 4 * GIB, n_gpu_layers)
+    assert "tc3" in str(alone.kv)
+    assert (found.n_ctx, found.kv, found.n_bytes) == (alone.n_ctx, alone.kv, alone.n_bytes)
+    layer, beside = WEIGHTS["8B"] / 32, compute(found.n_ctx)  # GPUs have weights only
+    n = found.n_gpu_layers
+    assert fit_with_gpu(where, kv, 8 * GIB, None).n_gpu_layers == -1
+    assert n == n_gpu_layers or n * layer + beside <= 3.5 * GIB < (n + 1) * layer + beside
+
+
 def test_layers_on_a_gpu_have_types_that_it_writes() -> None:
     """Whether all layers are there or some."""
     where = replace(place("8B", 24 * GIB), on_cpu=True)
