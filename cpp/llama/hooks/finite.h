@@ -13,7 +13,7 @@
 #include <map>
 #include <vector>
 
-class llama_context;
+struct llama_context;
 class llm_graph_result;
 
 struct ggml_tensor;

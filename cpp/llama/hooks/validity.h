@@ -22,7 +22,7 @@
 
 class llama_kv_cache;
 class llama_kv_cells;
-class llama_memory_i;
+struct llama_memory_i;
 
 struct llama_kv_validity_seq; // one of a step's
 

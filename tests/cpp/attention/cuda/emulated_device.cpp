@@ -1,3 +1,9 @@
+#ifdef __APPLE__ // which otherwise hides contexts, and with this alone what is not POSIX's
+#define _XOPEN_SOURCE 700
+#define _DARWIN_C_SOURCE
+#pragma clang diagnostic ignored "-Wdeprecated-declarations" // contexts are, and have no successor
+#endif
+
 #include "emulated_device.h"
 
 #include <cstdio>
