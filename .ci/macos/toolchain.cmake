@@ -5,7 +5,6 @@ if(NOT MIXEDKV_MACOS MATCHES "^(aarch64|x86_64)$")
 endif()
 set(CMAKE_TRY_COMPILE_PLATFORM_VARIABLES MIXEDKV_MACOS)
 set(CMAKE_SYSTEM_NAME Darwin)
-set(CMAKE_SYSTEM_VERSION 20.0) # of macOS 11; without one CMake takes it for a system that finds no libraries by @rpath
 string(REPLACE aarch64 arm64 CMAKE_SYSTEM_PROCESSOR ${MIXEDKV_MACOS}) # macOS's name for it
 find_program(python python REQUIRED)
 
@@ -32,3 +31,4 @@ set(CMAKE_CXX_COMPILER ${CMAKE_BINARY_DIR}/zig-c++)
 set(CMAKE_AR ${CMAKE_BINARY_DIR}/zig-ar)
 set(CMAKE_RANLIB ${CMAKE_BINARY_DIR}/zig-ranlib)
 set(CMAKE_INSTALL_NAME_TOOL true) # nothing is installed
+set(CMAKE_USER_MAKE_RULES_OVERRIDE ${CMAKE_CURRENT_LIST_DIR}/rpath.cmake)

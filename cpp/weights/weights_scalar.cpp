@@ -3,10 +3,34 @@
 #include "columns.h"
 
 #include <cmath>
+#include <cstring>
 #include <type_traits>
 
 namespace mixedkv {
 namespace {
+
+// a * b + c, rounded once as instructions do it
+float fused(float a, float b, float c) {
+#ifdef __MINGW32__                        // whose std::fma rounds the product too
+    const double product = double(a) * b; // exact
+    const double sum     = product + c;
+    const double c_part  = sum - product;
+    const double lost    = (product - (sum - c_part)) + (c - c_part);
+    if (lost == 0.0 || !std::isfinite(sum)) {
+        return float(sum);
+    }
+    uint64_t bits; // made odd, a sum that was rounded lies on no border of what is rounded now
+    std::memcpy(&bits, &sum, sizeof(sum));
+    if (bits % 2 == 0) {
+        bits += (lost > 0) == (sum > 0) ? 1 : -1;
+    }
+    double odd;
+    std::memcpy(&odd, &bits, sizeof(odd));
+    return float(odd);
+#else
+    return std::fma(a, b, c);
+#endif
+}
 
 struct unpacked_block {
     uint8_t values[WEIGHTS_BLOCK];
@@ -162,10 +186,10 @@ float product(const Row * row, int r, const column_block * column, int64_t n_blo
             for (int i = s * part; i < (s + 1) * part; i++) {
                 whole += (w.values[i] - traits<Row>.bias) * column[b].group(i / 4)[i % 4];
             }
-            sum = std::fma(float(whole), w.scale[s] * column[b].scale, sum);
+            sum = fused(float(whole), w.scale[s] * column[b].scale, sum);
         }
         if (traits<Row>.has_least) {
-            sum = std::fma(w.least, column[b].sum, sum);
+            sum = fused(w.least, column[b].sum, sum);
         }
     }
     return sum;

@@ -347,7 +347,7 @@ struct prefill_products {
             }
         }
 
-        float factor[sums.n_own];
+        float factor[prefill_sums<d, Shape>::n_own];
         bool  grows = false;
 #pragma unroll
         for (int own = 0; own < sums.n_own; own++) {

@@ -10,7 +10,10 @@
 #include "attention/thread_memory.h"
 
 #include "ggml-cpp.h"
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function" // clang counts what the header has
 #include "ggml-impl.h"
+#pragma GCC diagnostic pop
 
 #include <algorithm>
 #include <cstring>
