@@ -1,5 +1,5 @@
-// Code that is compiled for each x86-64 processor, and once more for those with AVX2: what ggml's own library has of
-// this project, where no body is chosen at run time.
+// Code that is compiled for each x86-64 processor, and once more for those with AVX2, where no body is chosen at run
+// time: the encoders in ggml's own library, and what looks at attention's weights.
 
 #pragma once
 
@@ -40,7 +40,7 @@ __attribute__((target("avx2"))) void call_by_avx2(const F & f) {
 }
 #endif
 
-// Calls f with the number of floats that a register has. Everything that f calls has to be inlined. Its sums and
+// Calls f with the number of floats that a register has. Whatever has such vectors in f has to be inlined. Sums and
 // products are the same ones either way, and so are the bits: AVX2 alone fuses none.
 template <class F>
 [[gnu::always_inline]] inline void with_widest_registers(const F & f) {
