@@ -97,20 +97,31 @@ class Assembly:
         chosen = yield from self._choose(deviation)
         self.kept = self._reused & ~chosen
         self.n_left = int((~self.kept[self.n_exact :]).sum())
-        begin = self.n_exact
         if self.method.repair == "query":
-            begin = yield from self._correct(begin, chosen)
-        yield from self._replace(begin, len(self._tokens) - 1)
+            begin = yield from self._correct(self.n_exact, chosen)
+            yield from self._replace(begin, len(self._tokens) - 1)
+            return
+        looks = list[Drift]()
+        if chosen.any():
+            layers = RepairedLayers.of(self._llm.kv)
+            looks = [self._drift(layers.to_look_at(i), each, chosen) for i, each in enumerate(self.segments)]
+        yield from self._replace(self.n_exact, len(self._tokens) - 1)
+        for look in looks:
+            look.look()
+
+    def _drift(self, layers: RepairedLayers, segment: Segment, chosen: Mask) -> Drift:
+        begin, end = segment.begin, segment.end
+        return Drift(self._llm.kv, layers, self._seq, begin, end, chosen[begin:end])
 
     def _correct(self, begin: int, chosen: Mask) -> _Work[int]:
         """From `begin` on, evaluate the tokens that are not kept and correct the others, slice by slice, so
         that the next tokens attend to corrected rows. The last slice of a passage is evaluated with the first
         one of the next. Return the end of the last passage.
         """
-        kv, seq, tokens = self._llm.kv, self._seq, self._tokens
+        kv, tokens = self._llm.kv, self._tokens
         layers, due = RepairedLayers.of(kv), list[tuple[Drift, Segment, int, int]]()
         for i, segment in enumerate(self.segments):
-            drift = Drift(kv, layers, seq, segment.begin, segment.end, chosen[segment.begin : segment.end])
+            drift = self._drift(layers, segment, chosen)
             for low, high in slices(len(segment)):
                 due.append((drift, segment, low, high))
                 n = sum(p1 - p0 for *_, p0, p1 in due)

@@ -65,10 +65,13 @@ class ChunkPart:
         try:
             if self._assembly is None:
                 self._assembly = Assembly(llm, prompt, self._rows, begin, self._method, seq)
-            if self._assembly.advance(n):
-                return Outcome("goes on")
+            before = self._assembly.n_evaluated
+            goes_on = self._assembly.advance(n)
+            n_evaluated = self._assembly.n_evaluated - before
+            if goes_on:
+                return Outcome("goes on", n_evaluated=n_evaluated)
             self._note(self._assembly)
-            return Outcome("done", n_reused=int(self._assembly.kept.sum()))
+            return Outcome("done", n_reused=int(self._assembly.kept.sum()), n_evaluated=n_evaluated)
         except Exception as error:  # whatever is wrong with rows from elsewhere: they are only a shortcut
             self._note(error)
             return Outcome("given up", error=error)

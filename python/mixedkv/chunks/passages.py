@@ -15,7 +15,7 @@ from mixedkv.chunks.assembly import Rows
 from mixedkv.chunks.chunk_reuse import REPAIRS, ChunkChoice, Repair
 from mixedkv.chunks.donors import SHORTEST_SEGMENT, WIDTH, DonorIndex, TextEnds, find_segments
 from mixedkv.chunks.gate import Gate
-from mixedkv.chunks.repair import Method
+from mixedkv.chunks.repair import USUAL, Method
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.limits import INT32_MAX, check_int
 from mixedkv.llama import Llama
@@ -64,7 +64,7 @@ class ChunkOptions:
 
     @property
     def method(self) -> Method:
-        return Method(repair=self.repair or "query", ratio=self.ratio, overlap_k=self.overlap_k)
+        return Method(repair=self.repair or USUAL, ratio=self.ratio, overlap_k=self.overlap_k)
 
 
 _KINDS: dict[str, Callable[[str], Any]] = {
@@ -155,10 +155,6 @@ class Passages:
             raise ValueError(f"chunks.{error}") from None
         if (lack := self._unsupported.get(method.repair)) is not None:
             raise UnsupportedModelError(f"chunks.{lack}")
-        if choice.ratio is not None and method.repair not in ("query", "cacheblend"):
-            raise ValueError(f"chunks.ratio: repair={method.repair!r} has none: use query or cacheblend")
-        if choice.overlap_k is not None and method.repair == "none":
-            raise ValueError("chunks.overlap_k: repair='none' has none: use seam, query or cacheblend")
         least, most = self._options.chunk_size, min(self._n_ctx, self._sliding_window or self._n_ctx)
         if not least <= options.chunk_size <= most:
             raise ValueError(

@@ -15,10 +15,12 @@ from mixedkv.limits import check_int
 Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]
 
+USUAL: Repair = "seam"
 _RATIOS: dict[Repair, float] = {"none": 0.0, "seam": 0.0, "cacheblend": 0.15, "query": 0.15}
 # What has to be evaluated of any prompt is less of a long one. With each hundred tokens beyond the first
 # thousand "query" evaluates a hundredth more, and all of it stays at half of a cold prompt.
 _SHORT, _MOST = 1000, 0.25
+_CHOOSING: tuple[Repair, ...] = ("cacheblend", "query")  # those that choose a share of the tokens
 _LOOKED_AT = 1.0  # weight of a token's attention beside its worth without any
 _ROUNDS = 60  # some ten are enough
 _OVERLAPS: dict[Repair, int] = {"none": 0, "seam": 16, "cacheblend": 0, "query": 4}
@@ -40,10 +42,10 @@ class Method:
         overlap_k: None: 4 for "query", 16 for "seam".
 
     Raises:
-        ValueError: a value is out of range.
+        ValueError: a value is out of range, or the repair has no such setting.
     """
 
-    repair: Repair = "query"
+    repair: Repair = USUAL
     ratio: float | None = None
     overlap_k: int | None = None
 
@@ -55,7 +57,15 @@ class Method:
         if ratio is not None:
             if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 <= ratio <= 1:
                 raise ValueError(f"ratio={ratio!r}: use a number from 0 to 1")
+            if self.repair not in _CHOOSING:
+                raise ValueError(
+                    f"ratio={ratio:g}: repair={self.repair!r} has none: use {_either(_CHOOSING)}"
+                )
             object.__setattr__(self, "ratio", float(ratio))
+        if self.overlap_k and self.repair == "none":
+            raise ValueError(
+                f"overlap_k={self.overlap_k}: repair='none' has none: use {_either(REPAIRS[1:])}"
+            )
         object.__setattr__(self, "overlap_k", check_int("overlap_k", overlap, 0, 1024))
 
     def __str__(self) -> str:
@@ -74,6 +84,10 @@ class Method:
     def overlap(self) -> int:
         assert self.overlap_k is not None
         return self.overlap_k
+
+
+def _either(repairs: Sequence[str]) -> str:
+    return " or ".join(repairs)
 
 
 def at_seams(segments: Sequence[Segment], n: int, *, first: int, last: int) -> Mask:

@@ -143,7 +143,7 @@ class Stepper:
                     log.exception("an answer is complete, and its rows are not stored")
                     run.job.store_failed(error)
         for part_run in step.parts:  # this overwrites the logits, which have been used by now
-            self._evaluate_part(part_run)
+            self._evaluate_part(part_run, step)
         self.n_steps += 1
         self.last, self.last_seconds = step, time.perf_counter() - began
         self.slowest_seconds = max(self.slowest_seconds, self.last_seconds)
@@ -215,12 +215,16 @@ class Stepper:
         elif job.request.slides:
             make_room(job, self._tokenizer, self._scheduler, self._n_ctx)
 
-    def _evaluate_part(self, run: PartRun[Job]) -> None:
-        """Evaluate a part of a job's prompt, or a slice of it."""
+    def _evaluate_part(self, run: PartRun[Job], step: StepPlan[Job]) -> None:
+        """Evaluate a part of a job's prompt, or a slice of it. The step counts what was evaluated: one that
+        only loaded rows must not look as if its tokens took no time.
+        """
         job, scheduler = run.job, self._scheduler
         if job.seq is None or job.part is not run.part:  # it gave way to another one
             return
         found = run.part.evaluate(self._llm, job.prompt, job.n_rows, job.seq.id, run.n)
+        if found.n_evaluated is not None and run.n:
+            step.n_prompt += max(1, found.n_evaluated) - run.n
         if found.state == "done":
             scheduler.part_done(run, found.n_reused)
         elif found.state == "no cells":

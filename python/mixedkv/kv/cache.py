@@ -202,7 +202,7 @@ class KVCache:
     @property
     def layers(self) -> tuple[LayerStats, ...]:
         """Allocated rows of each layer that has a KV cache, in order. Any thread may ask."""
-        return self._layers()
+        return tuple(self._layers().values())
 
     def layer(self, il: int) -> LayerView:
         """Return a view of one layer's rows.
@@ -685,8 +685,8 @@ class KVCache:
         return self._llama.input_ids[p0:p1]
 
     @present
-    def _layers(self) -> tuple[LayerStats, ...]:
-        return tuple(map(LayerStats.of, self._context.layers()))
+    def _layers(self) -> dict[int, LayerStats]:
+        return {layer["il"]: LayerStats.of(layer) for layer in self._context.layers()}
 
     def _append_tokens(self, tokens: npt.NDArray[np.int32]) -> None:
         """Append tokens whose KV was loaded behind what is there, so that evaluation goes on after them."""

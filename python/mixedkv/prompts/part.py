@@ -30,12 +30,14 @@ class Outcome:
             "failed", which ends the request with `error`; "given up": its tokens are evaluated in its place.
         n_reused: how many of its rows were computed elsewhere, when it is done.
         leaves_rows: some rows may be left of a part that found no cells, and have to be removed.
+        n_evaluated: tokens that were evaluated; None: as many as it took of the step's budget.
     """
 
     state: Literal["done", "goes on", "no cells", "failed", "given up"]
     n_reused: int = 0
     error: Exception | None = None
     leaves_rows: bool = False
+    n_evaluated: int | None = None
 
 
 class PromptPart(Protocol):

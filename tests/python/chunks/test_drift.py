@@ -144,8 +144,9 @@ def spoil(llm: Llama, tokens: np.ndarray, damage: str, random: np.random.Generat
     llm.kv.replace(replace(block, groups=(replace(block.groups[0], layers=tuple(layers)),)))
 
 
+@pytest.mark.parametrize("repair", ["seam", "cacheblend", "query"])
 def test_a_prompt_with_rows_of_another_text_is_evaluated(
-    llm: Llama, store: KVStore, monkeypatch: pytest.MonkeyPatch
+    llm: Llama, store: KVStore, monkeypatch: pytest.MonkeyPatch, repair: str
 ) -> None:
     read = DonorIndex.read
 
@@ -161,7 +162,7 @@ def test_a_prompt_with_rows_of_another_text_is_evaluated(
         return replace(block, groups=(replace(block.groups[0], layers=layers),))
 
     tokens = tokens_of(llm)
-    cache = PromptCache(llm, store, reuse="chunks", repair="query", check=0.0, chunk_size=32)
+    cache = PromptCache(llm, store, reuse="chunks", repair=repair, check=0.0, chunk_size=32)
     cache.warm([tokens[40:140]])
     empty(llm)
     assert not cache.prefill(tokens).exact
@@ -181,12 +182,13 @@ def shared() -> object:
 @pytest.mark.needs("real model")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["prose", "code"])
-def test_sound_reuse_on_a_real_model_trips_no_gate(real_model: Path, kind: str) -> None:
+@pytest.mark.parametrize("repair", ["seam", "query"])
+def test_sound_reuse_on_a_real_model_trips_no_gate(real_model: Path, kind: str, repair: str) -> None:
     """Neither the look at the rows of each request nor the checks, of which this makes one a request."""
     text = read_real_text(kind).text
     passages = [text[begin : begin + 500] for begin in range(len(text) // 2, len(text) // 2 + 4000, 1000)]
     with Llama(real_model, kv="mixed:cold=q8_0", n_ctx=768, verbose=False) as llm, KVStore(None) as store:
-        cache = PromptCache(llm, store, reuse="chunks", repair="query", check=1.0)
+        cache = PromptCache(llm, store, reuse="chunks", repair=repair, check=1.0)
         cache.warm(passages)
         klds = []
         for i in range(10):

@@ -150,7 +150,7 @@ def test_of_a_long_prompt_more_is_evaluated(store: KVStore) -> None:
         reuse = open_cache(llm, store).prefill(case.prompt)
         assert len(case.prompt) > 3200
         assert len(reuse.chunks.donors) == 5
-        assert (Method().share_of(900), reuse.chunks.ratio) == (0.15, 0.25)
+        assert (Method(repair="query").share_of(900), reuse.chunks.ratio) == (0.15, 0.25)
     assert 0.25 < reuse.chunks.n_evaluated / reuse.prompt_tokens <= 0.3
 
 
@@ -364,7 +364,9 @@ def test_a_check_measures_what_the_request_got(llm: Llama, store: KVStore) -> No
     [
         ({"ratio": 1.5}, "ratio=1.5"),
         ({"ratio": float("nan")}, "ratio"),
+        ({"ratio": 0.3, "repair": "seam"}, "ratio=0.3: repair='seam' has none: use cacheblend or query"),
         ({"overlap_k": -1}, "overlap_k=-1"),
+        ({"overlap_k": 4, "repair": "none"}, "overlap_k=4: repair='none' has none"),
         ({"repair": "magic"}, "repair='magic'"),
         ({"chunk_size": 4096}, "context has 2048"),
         ({"chunk_size": 31}, "chunk_size=31"),
@@ -470,7 +472,7 @@ def test_repair_on_other_shapes(
                 cache.warm([a, b])
                 for ratio, found in klds.items():
                     empty(llm)
-                    reuse = cache.prefill(prompt, method=Method(ratio=ratio))
+                    reuse = cache.prefill(prompt, method=Method(repair="query", ratio=ratio))
                     assert not reuse.exact
                     found.append(compare(expected, last_logits(llm)).kld)
             empty(llm)

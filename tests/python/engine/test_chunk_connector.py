@@ -11,9 +11,12 @@ import pytest
 
 from mixedkv.bundled.corpus import make_recall
 from mixedkv.chunks.chunk_part import ChunkPart
+from mixedkv.chunks.chunk_reuse import ChunkReuse
 from mixedkv.engine import ChunkConnector, PromptCache
 from mixedkv.engine.engine import Engine
 from mixedkv.engine.jobs.job import Done, Job
+from mixedkv.engine.schedule.contract import StepPlan
+from mixedkv.engine.schedule.scheduler import Scheduler
 from mixedkv.errors import UnsupportedModelError
 from mixedkv.prompts.part import Outcome, PromptPart
 from mixedkv.store import KVStore
@@ -191,6 +194,24 @@ def test_others_get_on_meanwhile(direct: Direct) -> None:
     direct.call(lambda: None)
 
 
+def test_steps_count_what_they_evaluate(direct: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that loads rows evaluates nothing, and the pace of the next must not come from it."""
+    case = make(direct, 10)
+    store(direct, case)
+    counted, took = list[int](), Scheduler.took
+
+    def watched(scheduler: Scheduler[Job], step: StepPlan[Job], seconds: float) -> None:
+        counted.append(step.n_prompt)
+        took(scheduler, step, seconds)
+
+    monkeypatch.setattr(Scheduler, "took", watched)
+    job, _ = ask(direct, case)
+    assert job.n_approximate
+    assert isinstance(job.import_report, ChunkReuse)
+    n_evaluated = job.import_report.n_evaluated
+    assert n_evaluated <= sum(counted) <= n_evaluated + len(counted)
+
+
 def test_a_cancelled_one_leaves_nothing(direct: Direct) -> None:
     case = make(direct, 9)
     store(direct, case)
@@ -317,7 +338,7 @@ def test_warm_documents() -> None:
         prompt = f"<|user|>{texts[2]} {texts[0]}<|end|><|user|>What color is Mira's kite?<|end|><|assistant|>"
         answer = cache.generate(prompt, max_tokens=4, temperature=0)
         assert not answer.exact
-        assert answer.approximate > 0.5 * answer.prompt_tokens
+        assert answer.approximate > 0.4 * answer.prompt_tokens
         assert cache.generate(prompt, max_tokens=4, temperature=0, reuse="exact").exact
         with pytest.raises(ValueError, match="context"):
             cache.warm(["The " * 9000])

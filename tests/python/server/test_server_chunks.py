@@ -145,7 +145,7 @@ def test_a_request_says_how_its_passages_are_repaired() -> None:
     [
         ({"chunks": {"repair": "magic"}}, "chunks.repair", "'query'"),
         ({"chunks": {"ratio": 2}}, "chunks.ratio", "less than or equal to 1"),
-        ({"chunks": {"ratio": 0.5, "repair": "seam"}}, "chunks.ratio", "use query or cacheblend"),
+        ({"chunks": {"ratio": 0.5, "repair": "seam"}}, "chunks.ratio", "use cacheblend or query"),
         ({"chunks": {"overlap_k": 3, "repair": "none"}}, "chunks.overlap_k", "repair='none' has none"),
         ({"chunks": {"chunk_size": 32}}, "chunks.chunk_size", "from 64 to"),
         ({"chunks": {"boundary_window": 40}}, "chunks.boundary_window", "half of chunk_size"),
