@@ -86,8 +86,8 @@ class RepairedLayers:
 
 
 class Drift:
-    """Corrects one passage in a sequence, or only looks for damage. Made while all rows are still the donor's,
-    shifted to their new place.
+    """Corrects one passage in a sequence, or only looks for damage. Made while all rows are still the
+    donor's, shifted to their new place.
 
     Args:
         kv: the cache.
