@@ -11,10 +11,10 @@
 namespace mixedkv {
 namespace {
 
-// x[i] + x[i + h] and x[i] - x[i + h]
-inline void butterflies(float * x, int n, int h) {
-    for (int i = 0; i < n; i += 2 * h) {
-        for (int j = i; j < i + h; j++) {
+// x[i] + x[i + h] and x[i] - x[i + h], in place
+inline void butterflies(float * x, int64_t n, int64_t h) {
+    for (int64_t i = 0; i < n; i += 2 * h) {
+        for (int64_t j = i; j < i + h; j++) {
             const float a = x[j];
             const float b = x[j + h];
             x[j]          = a + b;
@@ -39,24 +39,45 @@ inline void rotate_eights(float * x, int n, float scale) {
 }
 #endif
 
+// Sums of neighbours to the front, differences to the back: the step is the same at every level, so compilers make
+// vectors of all of them.
+inline void neighbours(const float * __restrict in, float * __restrict out, int n) {
+    for (int i = 0; i < n / 2; i++) {
+        out[i]         = in[2 * i] + in[2 * i + 1];
+        out[i + n / 2] = in[2 * i] - in[2 * i + 1];
+    }
+}
+
 // Each `edge` elements by the orthonormal Hadamard matrix, `edge` a power of two. Sums are formed in the order in which
-// ggml forms them, so rows get the same bits.
+// ggml forms them, so rows get the same bits. log2(edge) steps of neighbours bring every element back to its place.
 inline void rotate(float * x, int64_t n, int edge) {
     const float scale = 1.0f / __builtin_sqrtf(float(edge));
-    for (int64_t i = 0; i < n; i += edge, x += edge) {
-        int done = 1;
 #ifdef __AVX2__
-        if (edge >= 8) {
+    if (edge >= 8) {
+        for (int64_t i = 0; i < n; i += edge, x += edge) {
             rotate_eights(x, edge, scale);
-            done = 8;
+            for (int h = 8; h < edge; h *= 2) {
+                butterflies(x, edge, h);
+            }
         }
+        return;
+    }
 #endif
-        for (int j = 0; j < edge && done == 1; j++) {
-            x[j] *= scale;
+    alignas(64) float a[attention_max_head_size];
+    alignas(64) float b[attention_max_head_size];
+    for (int64_t i = 0; i < n; i += edge, x += edge) {
+        float * in  = a;
+        float * out = b;
+        for (int j = 0; j < edge; j++) {
+            in[j] = x[j] * scale;
         }
-        for (int h = done; h < edge; h *= 2) {
-            butterflies(x, edge, h);
+        for (int length = 1; length < edge; length *= 2) {
+            neighbours(in, out, edge);
+            float * const before = in;
+            in                   = out;
+            out                  = before;
         }
+        std::memcpy(x, in, edge * sizeof(float));
     }
 }
 

@@ -1,6 +1,7 @@
 #include "rows/convert.h"
 
 #include "attention/least_error.h"
+#include "attention/simd/rotation.h"
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
 #include "llama-model.h"
@@ -72,28 +73,16 @@ ggml_from_float_t llama_kv_row_writer_of_least_error(ggml_type type) {
     }
 }
 
-// x[i] + x[i + h] and x[i] - x[i + h]; compilers make vectors of the steps of a small h if they know it
-static inline void butterflies(float * x, int64_t n, int64_t h) {
-    for (int64_t i = 0; i < n; i += 2*h) {
-        for (int64_t j = i; j < i + h; ++j) {
-            const float a = x[j];
-            const float b = x[j + h];
-            x[j]     = a + b;
-            x[j + h] = a - b;
-        }
-    }
-}
-
 void llama_kv_rows_rotate(float * x, int64_t n_total, int64_t n) {
     const float scale = 1.0f/sqrtf(n);
 
     for (float * block = x; block < x + n_total; block += n) {
         for (int64_t h = 1; h < n; h *= 2) {
-            switch (h) {
-                case 1:  butterflies(block, n, 1); break;
-                case 2:  butterflies(block, n, 2); break;
-                case 4:  butterflies(block, n, 4); break;
-                default: butterflies(block, n, h); break;
+            switch (h) { // compilers make vectors of the steps of a small h if they know it
+                case 1:  mixedkv::butterflies(block, n, 1); break;
+                case 2:  mixedkv::butterflies(block, n, 2); break;
+                case 4:  mixedkv::butterflies(block, n, 4); break;
+                default: mixedkv::butterflies(block, n, h); break;
             }
         }
         for (int64_t i = 0; i < n; ++i) {
