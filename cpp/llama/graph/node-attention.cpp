@@ -141,9 +141,9 @@ static int64_t first_stream(const ggml_tensor * k) {
     return ((const char *) k->data - (const char *) k->view_src->data)/k->view_src->nb[2];
 }
 
-// Rows of 4 bits are off by far more than what is multiplied with them in 8 bits. See docs/decisions/066.
+// Rows of 4 or 5 bits are off by far more than what is multiplied with them in 8 bits. See docs/decisions/066.
 static int suitable_rounding(const ggml_tensor * k, const ggml_tensor * v) {
-    const auto is_coarse = [](const ggml_tensor * t) { return 8*int64_t(ggml_type_size(t->type)) <= 5*ggml_blck_size(t->type); };
+    const auto is_coarse = [](const ggml_tensor * t) { return 8*int64_t(ggml_type_size(t->type)) <= 6*ggml_blck_size(t->type); };
     return is_coarse(k) && is_coarse(v) ? 8 : 16;
 }
 

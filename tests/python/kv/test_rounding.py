@@ -42,7 +42,7 @@ def kld(want: np.ndarray, got: np.ndarray) -> float:
     return divergence(*(x - np.logaddexp.reduce(x, axis=1, keepdims=True) for x in (want, got)))[0]
 
 
-@pytest.mark.parametrize("cold", ["q4_0", "q8_0", "lm4", "tc3"])
+@pytest.mark.parametrize("cold", ["q4_0", "q5_0", "q8_0", "lm4", "tc3"])
 @pytest.mark.nightly
 def test_answers_stay_close(cold: str) -> None:
     f32 = all_logits("f32")
@@ -62,11 +62,14 @@ def test_answers_stay_close(cold: str) -> None:
         ("cold=q4_0", "8"),
         ("cold=lm4", "8"),
         ("cold_v=q8_0", "16"),
-        ("cold_k=q5_0", "16"),
+        ("cold_k=q5_0", "8"),
+        ("cold=q5_0", "8"),
+        ("cold_k=q5_0,cold_v=tc3", "8"),
+        ("cold_k=q8_0,cold_v=q5_0", "16"),
         ("cold=q8_0", "16"),
     ],
 )
-def test_rows_of_four_bits_have_eight_by_default(rows: str, bits: str) -> None:
+def test_rows_of_four_and_five_bits_have_eight_by_default(rows: str, bits: str) -> None:
     assert np.array_equal(all_logits(f"mixed:{rows}"), all_logits(f"mixed:{rows}", bits))
 
 
