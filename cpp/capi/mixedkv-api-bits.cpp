@@ -36,6 +36,9 @@ bool is_multiplied(const llama_model & model, const std::string & name, const gg
 }
 
 std::string weights_problem(const llama_model & model) {
+    if (std::strcmp(weights_choice(), "bf16") == 0) {
+        return "MIXEDKV_WEIGHTS=bf16 multiplies many columns in BF16, and few in integers";
+    }
     for (const auto & [name, weight] : model.tensors_by_name) {
         if (is_multiplied(model, name, weight) && !has_same_bits(*weight)) {
             return "products of single columns with " + std::string(ggml_type_name(weight->type)) +

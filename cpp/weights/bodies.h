@@ -198,6 +198,7 @@ struct weights_kernels {
 // Those that the compiler has instructions for are there: CMakeLists.txt.
 const weights_kernels * weights_amx();        // rows in 16 bits, many columns
 const weights_kernels * weights_tiles();      // quantised rows, many columns
+const weights_kernels * weights_bf16();       // quantised rows, many columns, with other bits than all of these
 const weights_kernels * weights_avx512_f16(); // rows in 16 bits, a single column
 const weights_kernels * weights_avx512();
 const weights_kernels * weights_avxvnni();

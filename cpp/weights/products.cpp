@@ -11,22 +11,38 @@
 namespace mixedkv {
 namespace {
 
-bool is_set(const char * name, const char * value) {
-    const char * is = std::getenv(name);
-    return is && std::strcmp(is, value) == 0;
+std::string variable(const char * name) {
+    const char * const value = std::getenv(name);
+    return value ? value : "";
+}
+
+std::string why_no_bf16(const std::string & isa) {
+    if (find_weights("bf16", false)) {
+        return "MIXEDKV_WEIGHTS=bf16 is for the amx kernels, and MIXEDKV_ISA='" + isa + "' forces others: unset either";
+    }
+    return "MIXEDKV_WEIGHTS=bf16 needs a processor with AMX, which this machine lacks: unset it";
 }
 
 // Without a body for the processor llama.cpp's own products are faster than the twin, which is taken only when forced.
 struct bodies {
     const weights_kernels * quantised = nullptr;
     const weights_kernels * tiles     = nullptr; // quantised rows, WEIGHTS_TILE_COLUMNS or more
+    const weights_kernels * bf16      = nullptr; // the same if asked for, WEIGHTS_BF16_COLUMNS or more
     const weights_kernels * f16_one   = nullptr; // rows in 16 bits, a single column
     const weights_kernels * f16_many  = nullptr; // WEIGHTS_F16_COLUMNS or more
 
+    std::string error;
+
     bodies() {
-        const char *      forced = std::getenv("MIXEDKV_ISA");
-        const std::string isa    = forced ? forced : "";
-        if (is_set("MIXEDKV_WEIGHTS", "llama.cpp")) {
+        const std::string isa = variable("MIXEDKV_ISA"), weights = variable("MIXEDKV_WEIGHTS");
+        if (weights == "bf16") {
+            bf16  = isa.empty() || isa == "amx" ? find_weights("bf16", false) : nullptr;
+            error = bf16 ? "" : why_no_bf16(isa);
+        } else if (!weights.empty() && weights != "llama.cpp") {
+            error = "MIXEDKV_WEIGHTS='" + weights +
+                    "' is not known: use bf16 (on a processor with AMX) or llama.cpp, or unset it";
+        }
+        if (weights == "llama.cpp") {
             return;
         }
         if (isa == "scalar") {
@@ -88,21 +104,28 @@ bool by_tiles(int type, int64_t n_columns) {
     return chosen().tiles && n_columns >= WEIGHTS_TILE_COLUMNS && packing_of(type).second == 1;
 }
 
-// Null where llama.cpp makes the product
-const weights_kernels * body_of(int type, int64_t n_columns) {
+bool by_bf16(int64_t n_columns) {
+    return chosen().bf16 && n_columns >= WEIGHTS_BF16_COLUMNS;
+}
+
+// Null where llama.cpp makes the product. Of columns that are chosen few go to one product and many to another; they
+// are packed for the body of few, whose layout tiles take as it is.
+const weights_kernels * body_of(int type, int64_t n_columns, bool are_chosen) {
     if (is_half(type)) {
         return n_columns == 1 ? chosen().f16_one : n_columns >= WEIGHTS_F16_COLUMNS ? chosen().f16_many : nullptr;
     }
     if (!is_read(type)) {
         return nullptr;
     }
+    if (by_bf16(n_columns) && !are_chosen) {
+        return chosen().bf16;
+    }
     return by_tiles(type, n_columns) ? chosen().tiles : chosen().quantised;
 }
 
-// That these columns are packed for. Of those that are chosen, few may go to one product and many to another: tiles
-// take them as they are packed for others.
+// That these columns are packed for
 const weights_kernels * packed_by(const weights_columns & columns) {
-    return columns.are_chosen ? chosen().quantised : body_of(columns.type, columns.n_columns);
+    return columns.are_chosen ? chosen().quantised : body_of(columns.type, columns.n_columns, false);
 }
 
 // Rows that are not wanted
@@ -130,7 +153,7 @@ const weights_kernels * find_weights(const char * name, bool of_halves) {
 using namespace mixedkv;
 
 bool weights_supported(int type, int64_t n_columns) {
-    return body_of(type, n_columns);
+    return body_of(type, n_columns, false);
 }
 
 size_t weights_columns_bytes(const weights_columns * columns) {
@@ -145,6 +168,9 @@ bool weights_packed_alike(int a, int b, int64_t n_columns) {
     if (is_half(a) || is_half(b)) {
         return a == b;
     }
+    if (by_bf16(n_columns)) {
+        return true;
+    }
     const bool tiles = by_tiles(a, n_columns);
     return tiles == by_tiles(b, n_columns) && (tiles || packing_of(a) == packing_of(b));
 }
@@ -153,8 +179,17 @@ const char * weights_isa(void) {
     return chosen().quantised ? chosen().quantised->name : "llama.cpp";
 }
 
+const char * weights_choice(void) {
+    static const std::string choice = variable("MIXEDKV_WEIGHTS");
+    return choice.c_str();
+}
+
+const char * weights_error(void) {
+    return chosen().error.empty() ? nullptr : chosen().error.c_str();
+}
+
 bool weights_same_bits(int type) {
-    return !is_half(type) && body_of(type, 1) && body_of(type, 2);
+    return !is_half(type) && is_read(type) && !chosen().bf16;
 }
 
 bool weights_keep_layout(int type) {
@@ -163,7 +198,7 @@ bool weights_keep_layout(int type) {
 
 size_t weights_work_bytes(const weights_columns * columns) {
     if (!columns->are_chosen) {
-        return body_of(columns->type, columns->n_columns)->work_bytes(columns->n_elements, 0);
+        return packed_by(*columns)->work_bytes(columns->n_elements, 0);
     }
     // Which columns are chosen is known only when it runs, and one may be chosen twice, so more than there are. Ask for
     // any number: the kernel limits it to a tile.
@@ -172,7 +207,7 @@ size_t weights_work_bytes(const weights_columns * columns) {
 }
 
 void weights_run(const weights_product * product, void * work, int64_t row_0, int64_t row_1) {
-    const auto run = body_of(product->type, product->n_columns)->run;
+    const auto run = body_of(product->type, product->n_columns, product->chosen)->run;
     if (!product->wanted) {
         return run(*product, work, row_0, row_1);
     }

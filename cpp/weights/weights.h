@@ -2,7 +2,7 @@
 // In C, for ggml: it is compiled into ggml-base, and ggml_mul_mat.h calls it from ggml's product of matrices.
 //
 // A sum has one order, whatever the number of columns and threads: with quantised rows a column has the same bits in
-// any batch, with rows in 16 bits in any of 16 columns and more.
+// any batch, with rows in 16 bits in any of 16 columns and more. MIXEDKV_WEIGHTS=bf16 gives that up.
 
 #pragma once
 
@@ -15,6 +15,7 @@
 #define WEIGHTS_ALIGNMENT    64 // of packed columns and of a thread's memory, in bytes
 #define WEIGHTS_F16_COLUMNS  16 // fewer with rows in 16 bits, but for single ones, are left to llama.cpp
 #define WEIGHTS_TILE_COLUMNS 16 // and more are multiplied with quantised rows by tiles, where there are any
+#define WEIGHTS_BF16_COLUMNS 64 // and more with rows dequantised to BF16, with MIXEDKV_WEIGHTS=bf16
 
 #ifdef __cplusplus
 extern "C" {
@@ -84,8 +85,8 @@ static inline int weights_repacked(int type) {
 WEIGHTS_API bool weights_keep_layout(int type);
 
 // Whether products of rows of this type with so many columns are made here, on this processor; all functions below need
-// that. llama.cpp keeps some columns of rows in 16 bits. MIXEDKV_WEIGHTS=llama.cpp leaves all products to it.
-// MIXEDKV_ISA forces a body as it does for attention.
+// that. llama.cpp keeps some columns of rows in 16 bits. MIXEDKV_WEIGHTS=llama.cpp leaves all products to it, and with
+// MIXEDKV_WEIGHTS=bf16 many columns are multiplied in BF16. MIXEDKV_ISA forces a body as it does for attention.
 WEIGHTS_API bool weights_supported(int type, int64_t n_columns);
 
 // Columns as products with this type of rows read them, at an address that is a multiple of WEIGHTS_ALIGNMENT
@@ -113,8 +114,14 @@ WEIGHTS_API bool weights_packed_alike(int a, int b, int64_t n_columns);
 // The body that makes products of few columns with quantised rows, "llama.cpp" if it is none
 WEIGHTS_API const char * weights_isa(void);
 
+// What MIXEDKV_WEIGHTS says: "bf16", "llama.cpp" or nothing
+WEIGHTS_API const char * weights_choice(void);
+
+// Null, or says why it cannot be followed
+WEIGHTS_API const char * weights_error(void);
+
 // Whether a column has the same bits alone, in any batch and with any number of threads: all its products are made
-// here, of quantised rows
+// here, of quantised rows, in integers
 WEIGHTS_API bool weights_same_bits(int type);
 
 // Memory that each thread needs, a multiple of WEIGHTS_ALIGNMENT

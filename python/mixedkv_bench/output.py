@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,10 @@ class RunHead(RowPart):
     mixedkv: str = Field(description="version of this package")
     llama_commit: str = Field(description="commit of llama.cpp")
     isa: str = Field(description="instruction set of the kernels")
+    products: str = Field(
+        default="mixedkv",
+        description='whose products with weights: `"mixedkv"`, or what `MIXEDKV_WEIGHTS` says',
+    )
     llama_cpp_python: str = Field(description="version of llama-cpp-python")
     python: str = Field(description="version of Python")
     numpy: str = Field(description="version of numpy")
@@ -73,6 +78,7 @@ class RunHead(RowPart):
             mixedkv=__version__,
             llama_commit=native["llama_commit"],
             isa=native["isa"],
+            products=os.environ.get("MIXEDKV_WEIGHTS") or "mixedkv",
             llama_cpp_python=llama_cpp.__version__,
             python=platform.python_version(),
             numpy=np.__version__,

@@ -2,8 +2,8 @@
 weights in F16.
 
 A product with quantised weights rounds what they are multiplied with to 8 bits. llama.cpp does that in one
-way, this package in another (`cpp/weights`). Which of them computes is settled once in a process, so each has
-a process of its own.
+way, this package in another (`cpp/weights`), and with AMX in a third, in BF16, where a user says so. Which of
+them computes is settled once in a process, so each has a process of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy.typing as npt
 from gguf import GGMLQuantizationType
 from pydantic import Field
 
+from mixedkv import _core
 from mixedkv.model.packaged_model import write_f16
 from mixedkv_bench.bench_test import Bench, BenchTest, Options
 from mixedkv_bench.harness.cache_settings import Setting
@@ -38,6 +39,8 @@ from mixedkv_bench.quality import (
 _WHOLE = (GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16)
 _VARIABLE = "MIXEDKV_WEIGHTS"
 _MAKERS: dict[str, dict[str, str]] = {"mixedkv": {}, "llama.cpp": {_VARIABLE: "llama.cpp"}}
+if _core.version()["isa"] == "amx":
+    _MAKERS["mixedkv, BF16"] = {_VARIABLE: "bf16"}
 
 
 class ProductsRow(DivergenceRow):
@@ -48,7 +51,9 @@ class ProductsRow(DivergenceRow):
     """
 
     test: Literal["products"] = "products"
-    products: Literal["mixedkv", "llama.cpp"] = Field(description="whose products they are")
+    products: Literal["mixedkv", "llama.cpp", "mixedkv, BF16"] = Field(
+        description='whose products they are; `"mixedkv, BF16"`: with `MIXEDKV_WEIGHTS=bf16`'
+    )
     mode: Literal["batch", "token"] = Field(
         description='`"batch"`: micro-batches of up to 512 tokens; `"token"`: one by one, as in decoding'
     )

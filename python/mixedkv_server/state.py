@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -89,9 +90,12 @@ class ServerState(Described):
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the settings that answers are computed with, which tells if attention is sparse."""
+        """Fingerprint of the settings that answers are computed with, which tells if attention is sparse and
+        if products with weights are others than usual.
+        """
         sparse = getattr(self.engine.llm.kv.config, "sparse", "")
-        return f"{_FINGERPRINT}-sparse-{sparse}" if sparse else _FINGERPRINT
+        said = {"sparse": sparse, "products": os.environ.get("MIXEDKV_WEIGHTS", "")}
+        return "-".join([_FINGERPRINT, *(f"{name}-{value}" for name, value in said.items() if value)])
 
 
 class SessionKV:

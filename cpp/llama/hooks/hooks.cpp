@@ -9,6 +9,7 @@
 #include "hooks/support.h"
 #include "model/stream.h"
 #include "rows/access.h"
+#include "weights/weights.h"
 
 #include "llama-impl.h"
 #include "llama-model.h"
@@ -29,11 +30,13 @@ bool llama_kv_mixed_admit(const llama_model * model, llama_context_params & para
         params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_ENABLED;
     }
 
-    std::string problem = config ?
-        llama_kv_mixed_problem(*model, *config, params.type_k, params.type_v) :
-        llama_kv_mixed_type_problem(params.type_k, params.type_v);
+    std::string problem = weights_error() ? weights_error() : "";
 
-
+    if (problem.empty()) {
+        problem = config ?
+            llama_kv_mixed_problem(*model, *config, params.type_k, params.type_v) :
+            llama_kv_mixed_type_problem(params.type_k, params.type_v);
+    }
     if (config && problem.empty() && params.flash_attn_type == LLAMA_FLASH_ATTN_TYPE_DISABLED) {
         problem = "the mixed KV cache and the fused attention keep V as rows, which llama.cpp does only with flash attention "
             "(architecture '" + model->arch_name() + "'): set flash_attn";

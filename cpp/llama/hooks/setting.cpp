@@ -2,6 +2,7 @@
 
 #include "cache/mixed.h"
 #include "hooks/support.h"
+#include "weights/weights.h"
 #include "rows/access.h"
 #include "rows/convert.h"
 
@@ -244,6 +245,9 @@ std::string llama_kv_setting::describe(const llama_context & ctx, bool causal) {
     std::string res = "llama.cpp=" + std::string(MIXEDKV_LLAMA_COMMIT).substr(0, 12) + " flash=" + (cparams.flash_attn ? "on" : "off") +
         " rope=" + describe_rope(ctx) + describe_rows(ctx) + describe_adapters(ctx);
 
+    if (*weights_choice()) {
+        res += std::string(" products=") + weights_choice();
+    }
     if (causal != ctx.get_model().hparams.causal_attn) {
         res += std::string(" causal=") + (causal ? "yes" : "no");
     }

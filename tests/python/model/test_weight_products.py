@@ -13,12 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from mixedkv import _core
 from support.children.weight_products_child import (
     ALL,
     CASES,
     HALVES,
     N_EXPERTS,
     N_FEWER,
+    N_MANY,
     N_ROUTED,
     N_TOGETHER,
     REPACKED,
@@ -77,14 +79,14 @@ def test_they_are_the_products_of_what_is_stored(
 ) -> None:
     """Only columns are rounded, to Q8_0, and sums. llama.cpp's products are no nearer to those in F64."""
     out, stock = products(), products(MIXEDKV_WEIGHTS="llama.cpp")
-    columns = np.load(given)["columns"][:40]
+    columns = np.load(given)["columns"][:N_MANY]
     eight = gguf.GGMLQuantizationType.Q8_0
     rounded = gguf.quants.dequantize(gguf.quants.quantize(columns, eight), eight).astype(np.float64)
     weights = dequantised(out[name], name)
-    got = out[f"{name} 40 1"]
+    got = out[f"{name} {N_MANY} 1"]
     assert relative_error(got, rounded @ weights.T) < 1e-4  # half a step of a few elements: a tie
     exact = columns.astype(np.float64) @ weights.T
-    assert relative_error(got, exact) < min(0.02, 1.02 * relative_error(stock[f"{name} 40 1"], exact))
+    assert relative_error(got, exact) < min(0.02, 1.02 * relative_error(stock[f"{name} {N_MANY} 1"], exact))
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -93,7 +95,68 @@ def test_a_column_has_the_same_bits_in_any_batch_with_any_threads(
 ) -> None:
     out = products()
     for n_columns, n_threads in CASES:
-        np.testing.assert_array_equal(out[f"{name} {n_columns} {n_threads}"], out[f"{name} 40 1"][:n_columns])
+        many = out[f"{name} {N_MANY} 1"]
+        np.testing.assert_array_equal(out[f"{name} {n_columns} {n_threads}"], many[:n_columns])
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_in_bf16_products_of_many_columns_are_nearer(
+    name: str, given: Path, products: Callable[..., Products]
+) -> None:
+    """Those of few columns, and of experts, are as they were."""
+    if _core.version()["isa"] != "amx":
+        pytest.skip("no AMX, or another body is forced")
+    usual, out = products(), products(MIXEDKV_WEIGHTS="bf16")
+    exact = np.load(given)["columns"][:N_MANY].astype(np.float64) @ dequantised(usual[name], name).T
+    got, integers = out[f"{name} {N_MANY} 1"], usual[f"{name} {N_MANY} 1"]
+    assert relative_error(got, exact) < 0.5 * relative_error(integers, exact)
+    np.testing.assert_array_equal(got, out[f"{name} {N_MANY} 3"])
+    np.testing.assert_array_equal(got[:, :N_FEWER], out[f"{name} {N_FEWER} together {N_MANY} 3"])
+    n_whole = N_ROWS - N_ROWS % N_TOGETHER
+    if f"{name} repacked {N_MANY} 1" in out:
+        np.testing.assert_array_equal(out[f"{name} repacked {N_MANY} 1"], got[:, :n_whole])
+    few = [f"{name} {n} {n_threads}" for n, n_threads in CASES if n < N_MANY]
+    for key in few + [key for key in usual if key.startswith(f"{name} routed")]:
+        np.testing.assert_array_equal(out[key], usual[key])
+    for half in HALVES:
+        together = f"{half} {N_ROWS} together {N_MANY} 1"
+        np.testing.assert_array_equal(out[together], usual[together])
+
+
+@pytest.mark.parametrize("kv", ["mixed", "f16"])
+@pytest.mark.parametrize("weights", ["fast", "bf16"])
+def test_a_choice_that_cannot_be_followed_is_an_error(weights: str, kv: str) -> None:
+    """With AMX and another body forced, or without AMX."""
+    program = f"from mixedkv import Llama, bundled; Llama(str(bundled.model_path()), kv={kv!r})"
+    environment = {**os.environ, "MIXEDKV_WEIGHTS": weights, "MIXEDKV_ISA": "scalar"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode
+    assert f"MIXEDKV_WEIGHTS={repr(weights) if weights == 'fast' else weights}" in done.stderr
+    assert "unset" in done.stderr
+
+
+@pytest.mark.parametrize("weights", ["", "bf16", "llama.cpp"])
+def test_rows_say_which_products_made_them(weights: str) -> None:
+    """So that none is vouched for in a process with other products. In BF16 they promise no bits."""
+    if weights == "bf16" and _core.version()["isa"] != "amx":
+        pytest.skip("no AMX, or another body is forced")
+    program = (
+        "from mixedkv import Llama, bundled; llm = Llama(str(bundled.model_path())); llm.eval([1, 2]); "
+        "print(llm.kv.setting_of(0, 1)); print(llm.kv.stats().bits_problem)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "MIXEDKV_WEIGHTS": weights},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    setting, problem = done.stdout.split("\n")[:2]
+    assert ("products=" in setting) == bool(weights)
+    assert f" products={weights} " in setting + " " or not weights
+    assert problem.startswith("MIXEDKV_WEIGHTS=bf16 multiplies") == (weights == "bf16")
 
 
 def test_products_that_follow_each_other_give_the_same_bits(products: Callable[..., Products]) -> None:
@@ -117,7 +180,7 @@ def test_rows_that_llama_cpp_has_repacked_give_the_same_bits(
     n_rows = N_ROWS - N_ROWS % N_TOGETHER
     for n_columns, n_threads in CASES:
         got = ours[f"{name} repacked {n_columns} {n_threads}"]
-        np.testing.assert_array_equal(got, ours[f"{name} 40 1"][:n_columns, :n_rows])
+        np.testing.assert_array_equal(got, ours[f"{name} {N_MANY} 1"][:n_columns, :n_rows])
         theirs = stock[f"{name} repacked {n_columns} {n_threads}"]
         assert relative_error(got, theirs) < 0.03
         if name == "Q4_K":  # the columns of others are rounded alike, and sums may have the same order
@@ -178,11 +241,11 @@ def test_rows_in_16_bits_with_columns_rounded_to_16_bits(
     many by AMX, in parts of 8 bits."""
     ours, stock = products(), products(MIXEDKV_WEIGHTS="llama.cpp")
     arrays = np.load(given)
-    exact = rounded_to(name, arrays["columns"][:40]) @ rounded_to(name, arrays["weights"]).T
+    exact = rounded_to(name, arrays["columns"][:N_MANY]) @ rounded_to(name, arrays["weights"]).T
     for n_columns, n_threads in CASES:
         case = f"{name} {n_columns} {n_threads}"
         assert relative_error(ours[case], exact[:n_columns]) < 1.5e-5
         assert relative_error(stock[case], exact[:n_columns]) < 1e-5
     few = f"{name} 7 2"  # columns that are left to llama.cpp
     np.testing.assert_array_equal(ours[few], stock[few])
-    np.testing.assert_array_equal(ours[f"{name} 40 3"], ours[f"{name} 40 1"])
+    np.testing.assert_array_equal(ours[f"{name} {N_MANY} 3"], ours[f"{name} {N_MANY} 1"])

@@ -26,12 +26,13 @@ TYPES = {"Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8}
 TYPES |= {"Q4_K": 12, "Q5_K": 13, "Q6_K": 14, "MXFP4": 39}
 HALVES = {"F16": 1, "BF16": 30}
 ALL = TYPES | HALVES
-CASES = ((1, 1), (3, 1), (7, 2), (40, 1), (40, 3))  # columns and threads
+N_MANY = 70
+CASES = ((1, 1), (3, 1), (7, 2), (N_MANY, 1), (N_MANY, 3))  # columns and threads
 REPACKED = ("Q4_0", "Q4_K", "MXFP4")
 N_TOGETHER = 8
 N_FEWER = 33  # rows of a second matrix of each type
 N_EXPERTS, N_USED = 4, 3
-N_ROUTED = 40 * N_USED  # columns, where those of a token have one for each expert
+N_ROUTED = N_MANY * N_USED  # columns, where those of a token have one for each expert
 _F32, _I32 = 0, 26
 _MEMORY = 64 << 20
 
