@@ -185,6 +185,21 @@ struct problem {
 
     std::vector<float> run(const weights_kernels & body) const { return run(body, 0, n_columns, n_rows); }
 
+    // What the rows hold, element after element: what the twin makes of columns with a single one
+    std::vector<float> elements() const {
+        problem ones(type, n_elements, n_rows, n_elements);
+        ones.rows = rows;
+        for (int64_t b = 0; b < int64_t(ones.columns.size()); b++) {
+            const int64_t column = b / n_blocks(), first = b % n_blocks() * WEIGHTS_BLOCK;
+            ones.columns[b] = {};
+            if (column >= first && column < first + WEIGHTS_BLOCK) {
+                ones.columns[b].scale                  = float_to_half(1.0f);
+                ones.columns[b].values[column - first] = 1;
+            }
+        }
+        return ones.run(*weights_scalar());
+    }
+
     // Of `n` columns that are chosen, of which column i of `out` has the products of the last but i
     std::vector<float> run_chosen(const weights_kernels & body, int64_t n) const {
         const auto           all  = packed(*weights_scalar(), 0, n_columns);

@@ -63,27 +63,12 @@ struct float_problem {
 
     std::vector<float> run(const weights_kernels & by) const { return run(by, 0, rows.n_columns, rows.n_rows); }
 
-    // What the rows hold, element after element: what the twin makes of columns with a single one
-    std::vector<float> elements() const {
-        problem ones(rows.type, rows.n_elements, rows.n_rows, rows.n_elements);
-        ones.rows = rows.rows;
-        for (int64_t b = 0; b < int64_t(ones.columns.size()); b++) {
-            const int64_t column = b / ones.n_blocks(), first = b % ones.n_blocks() * WEIGHTS_BLOCK;
-            ones.columns[b] = {};
-            if (column >= first && column < first + WEIGHTS_BLOCK) {
-                ones.columns[b].scale                  = float_to_half(1.0f);
-                ones.columns[b].values[column - first] = 1;
-            }
-        }
-        return ones.run(*weights_scalar());
-    }
-
     struct sums {
         std::vector<double> exact, sizes; // of all terms, and of their absolute values
     };
 
     sums exact() const {
-        const std::vector<float> weights = elements();
+        const std::vector<float> weights = rows.elements();
         sums                     res     = { std::vector<double>(rows.n_columns * rows.n_rows), {} };
         res.sizes                        = res.exact;
         for (int64_t c = 0; c < rows.n_columns; c++) {

@@ -77,23 +77,12 @@ void scales_below_the_normal_ones(int type) {
     CHECK(p.run(*body)[0] != 0.0f);
 }
 
-// What the rows hold is what the twin makes of columns with a single one.
 void sums_are_near_those_in_double_precision(int type) {
     std::mt19937 random(unsigned(77 + type));
     for (int i = 0; i < 4; i++) {
-        const int64_t n_elements = 256 * int64_t(1 + random() % 4);
-        const problem p(type, n_elements, int64_t(1 + random() % 40), int64_t(1 + random() % 20));
-        problem       ones(type, n_elements, p.n_rows, n_elements);
-        ones.rows = p.rows;
-        for (int64_t b = 0; b < int64_t(ones.columns.size()); b++) {
-            const int64_t column = b / ones.n_blocks(), first = b % ones.n_blocks() * WEIGHTS_BLOCK;
-            ones.columns[b] = {};
-            if (column >= first && column < first + WEIGHTS_BLOCK) {
-                ones.columns[b].scale                  = mixedkv::float_to_half(1.0f);
-                ones.columns[b].values[column - first] = 1;
-            }
-        }
-        const std::vector<float> elements = ones.run(*mixedkv::weights_scalar()), out = p.run(*body);
+        const int64_t            n_elements = 256 * int64_t(1 + random() % 4);
+        const problem            p(type, n_elements, int64_t(1 + random() % 40), int64_t(1 + random() % 20));
+        const std::vector<float> elements = p.elements(), out = p.run(*body);
         for (int64_t c = 0; c < p.n_columns; c++) {
             for (int64_t r = 0; r < p.n_rows; r++) {
                 double sum = 0.0, most = 0.0;
