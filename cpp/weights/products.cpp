@@ -31,18 +31,19 @@ struct bodies {
     const weights_kernels * f16_one   = nullptr; // rows in 16 bits, a single column
     const weights_kernels * f16_many  = nullptr; // WEIGHTS_F16_COLUMNS or more
 
-    std::string error;
+    const std::string choice = variable("MIXEDKV_WEIGHTS");
+    std::string       error;
 
     bodies() {
-        const std::string isa = variable("MIXEDKV_ISA"), weights = variable("MIXEDKV_WEIGHTS");
-        if (weights == "bf16") {
+        const std::string isa = variable("MIXEDKV_ISA");
+        if (choice == "bf16") {
             bf16  = isa.empty() || isa == "amx" ? find_weights("bf16", false) : nullptr;
             error = bf16 ? "" : why_no_bf16(isa);
-        } else if (!weights.empty() && weights != "llama.cpp") {
-            error = "MIXEDKV_WEIGHTS='" + weights +
+        } else if (!choice.empty() && choice != "llama.cpp") {
+            error = "MIXEDKV_WEIGHTS='" + choice +
                     "' is not known: use bf16 (on a processor with AMX) or llama.cpp, or unset it";
         }
-        if (weights == "llama.cpp") {
+        if (choice == "llama.cpp") {
             return;
         }
         if (isa == "scalar") {
@@ -180,8 +181,7 @@ const char * weights_isa(void) {
 }
 
 const char * weights_choice(void) {
-    static const std::string choice = variable("MIXEDKV_WEIGHTS");
-    return choice.c_str();
+    return chosen().choice.c_str();
 }
 
 const char * weights_error(void) {

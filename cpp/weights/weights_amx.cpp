@@ -125,10 +125,6 @@ MIXEDKV_INLINE void add_products(const tile_pair<Row> & columns, const tile_pair
     }
 }
 
-inline float * column_of(const weights_product & p, int64_t column) {
-    return reinterpret_cast<float *>(reinterpret_cast<char *>(p.out) + column * p.out_bytes);
-}
-
 // What a thread works on: some rows, unpacked for some blocks, and their sums with some columns. A block of columns is
 // read from the first cache for most of the rows, all else from the second, into which the next columns are fetched
 // meanwhile: all of them are more than it holds.
@@ -170,7 +166,7 @@ struct amx_work {
 
     void write(const weights_product & p, int64_t row, int64_t n_rows, int64_t column, int64_t n_columns) const {
         for (int64_t c = 0; c < n_columns; c++) {
-            float * const out = column_of(p, column + c) + row;
+            float * const out = out_column(p, column + c) + row;
             for (int64_t r = 0; r < n_rows; r += lanes) {
                 const int64_t n    = n_rows - r < lanes ? n_rows - r : lanes;
                 const auto &  from = sums[c / pair_lanes][r / pair_lanes][c / lanes % 2][r / lanes % 2];

@@ -99,6 +99,31 @@ void set_factors(Row & row, Scale scale, Least least) {
     }
 }
 
+// Columns in F32, one behind the other, each in two parts as threads share them
+inline std::unique_ptr<line[]> pack_floats(const weights_kernels & body, weights_columns to, const float * x) {
+    const size_t            bytes = body.columns_bytes(to.type, to.n_elements, to.n_columns);
+    std::unique_ptr<line[]> out   = lines(bytes);
+    std::memset(out.get(), 0xff, bytes); // no number, where no column is
+    to.packed              = out.get();
+    const int64_t n_blocks = to.n_elements / WEIGHTS_BLOCK, half = n_blocks / 2;
+    for (int64_t c = 0; c < to.n_columns; c++, x += to.n_elements) {
+        body.pack(to, x, c, 0, half);
+        body.pack(to, x + half * WEIGHTS_BLOCK, c, half, n_blocks - half);
+    }
+    return out;
+}
+
+// Makes a product in calls of `at_once` rows.
+inline std::vector<float> run_in_calls(const weights_kernels & body, weights_product product, int64_t at_once) {
+    const auto         work = lines(body.work_bytes(product.n_elements, 0));
+    std::vector<float> out(product.n_columns * product.n_rows, -1e30f);
+    product.out = out.data();
+    for (int64_t r = 0; r < product.n_rows; r += at_once) {
+        body.run(product, work.get(), r, std::min(r + at_once, product.n_rows));
+    }
+    return out;
+}
+
 struct problem {
     int                      type;
     int64_t                  n_elements, n_rows, n_columns;
@@ -173,14 +198,8 @@ struct problem {
 
     // Of `n` columns from `first` on, in calls of `at_once` rows
     std::vector<float> run(const weights_kernels & body, int64_t first, int64_t n, int64_t at_once) const {
-        const auto            columns_of = packed(body, first, n);
-        const auto            work       = lines(body.work_bytes(n_elements, 0));
-        std::vector<float>    out(n * n_rows, -1e30f);
-        const weights_product all = product(columns_of.get(), n, out.data(), nullptr);
-        for (int64_t r = 0; r < n_rows; r += at_once) {
-            body.run(all, work.get(), r, std::min(r + at_once, n_rows));
-        }
-        return out;
+        const auto columns_of = packed(body, first, n);
+        return run_in_calls(body, product(columns_of.get(), n, nullptr, nullptr), at_once);
     }
 
     std::vector<float> run(const weights_kernels & body) const { return run(body, 0, n_columns, n_rows); }
@@ -249,19 +268,9 @@ struct f16_problem {
         std::generate(columns.begin(), columns.end(), [&] { return normal(random); });
     }
 
-    // `n` columns from `first` on, each in two parts as threads share them
+    // `n` columns from `first` on
     std::unique_ptr<line[]> packed(const weights_kernels & body, int64_t first, int64_t n) const {
-        const size_t            bytes = body.columns_bytes(type, n_elements, n);
-        std::unique_ptr<line[]> out   = lines(bytes);
-        std::memset(out.get(), 0xff, bytes); // no number, where no column is
-        const weights_columns to       = { type, false, n_elements, n, out.get(), nullptr };
-        const int64_t         n_blocks = n_elements / WEIGHTS_BLOCK, half = n_blocks / 2;
-        for (int64_t c = 0; c < n; c++) {
-            const float * x = columns.data() + (first + c) * n_elements;
-            body.pack(to, x, c, 0, half);
-            body.pack(to, x + half * WEIGHTS_BLOCK, c, half, n_blocks - half);
-        }
-        return out;
+        return pack_floats(body, { type, false, n_elements, n, nullptr, nullptr }, columns.data() + first * n_elements);
     }
 
     weights_product product(const void * packed, int64_t n, float * out) const {
@@ -273,14 +282,8 @@ struct f16_problem {
 
     // In calls of `at_once` rows
     std::vector<float> run(const weights_kernels & body, int64_t first, int64_t n, int64_t at_once) const {
-        const auto            columns_of = packed(body, first, n);
-        const auto            work       = lines(body.work_bytes(n_elements, 0));
-        std::vector<float>    out(n * n_rows, -1e30f);
-        const weights_product all = product(columns_of.get(), n, out.data());
-        for (int64_t r = 0; r < n_rows; r += at_once) {
-            body.run(all, work.get(), r, std::min(r + at_once, n_rows));
-        }
-        return out;
+        const auto columns_of = packed(body, first, n);
+        return run_in_calls(body, product(columns_of.get(), n, nullptr), at_once);
     }
 
     std::vector<float> run(const weights_kernels & body) const { return run(body, 0, n_columns, n_rows); }

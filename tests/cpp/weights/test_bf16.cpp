@@ -41,24 +41,11 @@ struct float_problem {
         std::generate(columns.begin(), columns.end(), [&] { return normal(random); });
     }
 
-    // `n` columns from `first` on, each in two parts as threads share them, and rows in calls of `at_once`
+    // Of `n` columns from `first` on, in calls of `at_once` rows
     std::vector<float> run(const weights_kernels & by, int64_t first, int64_t n, int64_t at_once) const {
-        const int64_t         n_blocks = rows.n_blocks(), half = n_blocks / 2;
-        const size_t          bytes  = by.columns_bytes(rows.type, rows.n_elements, n);
-        const auto            packed = lines(bytes), work = lines(by.work_bytes(rows.n_elements, 0));
-        const weights_columns to = { rows.type, false, rows.n_elements, n, packed.get(), quantise };
-        std::memset(packed.get(), 0xff, bytes); // no number, where no column is
-        for (int64_t c = 0; c < n; c++) {
-            const float * x = columns.data() + (first + c) * rows.n_elements;
-            by.pack(to, x, c, 0, half);
-            by.pack(to, x + half * WEIGHTS_BLOCK, c, half, n_blocks - half);
-        }
-        std::vector<float>    out(n * rows.n_rows, -1e30f);
-        const weights_product all = rows.product(packed.get(), n, out.data(), nullptr);
-        for (int64_t r = 0; r < rows.n_rows; r += at_once) {
-            by.run(all, work.get(), r, std::min(r + at_once, rows.n_rows));
-        }
-        return out;
+        const weights_columns of     = { rows.type, false, rows.n_elements, n, nullptr, quantise };
+        const auto            packed = pack_floats(by, of, columns.data() + first * rows.n_elements);
+        return run_in_calls(by, rows.product(packed.get(), n, nullptr, nullptr), at_once);
     }
 
     std::vector<float> run(const weights_kernels & by) const { return run(by, 0, rows.n_columns, rows.n_rows); }
