@@ -34,9 +34,15 @@ void run(const attention_item & w) {
 } // namespace
 
 const attention_kernels * attention_amx() {
-    static constexpr attention_kernels kernels = {
-        "amx", cpu_has_amx, true, run, sums_of<avx512>::merge, rotate, page_choice<avx512>::run, sketcher<avx512>::run
-    };
+    static constexpr attention_kernels kernels = { "amx",
+                                                   cpu_has_amx,
+                                                   true,
+                                                   run,
+                                                   sums_of<avx512>::merge,
+                                                   rotate,
+                                                   least_error_avx512,
+                                                   page_choice<avx512>::run,
+                                                   sketcher<avx512>::run };
     return &kernels;
 }
 

@@ -23,6 +23,7 @@ const attention_kernels * attention_avx512() {
                                                    run,
                                                    sums_of<avx512>::merge,
                                                    rotate,
+                                                   least_error_avx512,
                                                    page_choice<avx512>::run,
                                                    sketcher<avx512>::run };
     return &kernels;

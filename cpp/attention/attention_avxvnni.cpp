@@ -9,10 +9,9 @@
 namespace mixedkv {
 
 const attention_kernels * attention_avxvnni() {
-    static constexpr attention_kernels kernels = {
-        "avxvnni",          cpu_has_avxvnni, true, run_avx2, sums_of<avx2>::merge, rotate, page_choice<avx2>::run,
-        sketcher<avx2>::run
-    };
+    static constexpr attention_kernels kernels = { "avxvnni",       cpu_has_avxvnni,        true,
+                                                   run_avx2,        sums_of<avx2>::merge,   rotate,
+                                                   least_error_any, page_choice<avx2>::run, sketcher<avx2>::run };
     return &kernels;
 }
 

@@ -17,9 +17,15 @@ void run(const attention_item & w) {
 } // namespace
 
 const attention_kernels * attention_dotprod() {
-    static constexpr attention_kernels kernels = {
-        "dotprod", cpu_has_dotprod, true, run, sums_of<neon>::merge, rotate, page_choice<neon>::run, sketcher<neon>::run
-    };
+    static constexpr attention_kernels kernels = { "dotprod",
+                                                   cpu_has_dotprod,
+                                                   true,
+                                                   run,
+                                                   sums_of<neon>::merge,
+                                                   rotate,
+                                                   least_error_any,
+                                                   page_choice<neon>::run,
+                                                   sketcher<neon>::run };
     return &kernels;
 }
 

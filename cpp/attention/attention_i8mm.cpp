@@ -19,9 +19,15 @@ void run(const attention_item & w) {
 } // namespace
 
 const attention_kernels * attention_i8mm() {
-    static constexpr attention_kernels kernels = {
-        "i8mm", cpu_has_i8mm, true, run, sums_of<neon>::merge, rotate, page_choice<neon>::run, sketcher<neon>::run
-    };
+    static constexpr attention_kernels kernels = { "i8mm",
+                                                   cpu_has_i8mm,
+                                                   true,
+                                                   run,
+                                                   sums_of<neon>::merge,
+                                                   rotate,
+                                                   least_error_any,
+                                                   page_choice<neon>::run,
+                                                   sketcher<neon>::run };
     return &kernels;
 }
 

@@ -170,7 +170,8 @@ bool supported() {
 } // namespace
 
 const attention_kernels * attention_scalar() {
-    static constexpr attention_kernels kernels = { "scalar", supported, true, run, merge, rotate, nullptr, nullptr };
+    static constexpr attention_kernels kernels = { "scalar", supported,       true,    run,    merge,
+                                                   rotate,   least_error_any, nullptr, nullptr };
     return &kernels;
 }
 

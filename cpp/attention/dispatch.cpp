@@ -1,5 +1,6 @@
 // The cut of a call into items, their distribution over threads, and the choice of the instruction set.
 
+#include "least_error.h"
 #include "sparse/pages.h"
 #include "thread_memory.h"
 
@@ -270,6 +271,14 @@ void attention_choose_pages(const attention_args * streams, int n_streams, int i
 
 void rotate_row(float * x, int64_t n, int edge) {
     isa().kernels->rotate(x, n, edge);
+}
+
+void q4_0_from_float(const float * x, void * row, int64_t n) {
+    isa().kernels->least_error()->q4_0(x, row, n);
+}
+
+void q5_0_from_float(const float * x, void * row, int64_t n) {
+    isa().kernels->least_error()->q5_0(x, row, n);
 }
 
 bool attention_same_bits(row_type k, row_type v, int d_k, int d_v) {

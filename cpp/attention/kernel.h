@@ -103,6 +103,17 @@ static inline void go_to_split(attention_item & w, int64_t split) {
 // ALiBi slope of a head, the rule of ggml_soft_max_ext; 1 without ALiBi.
 float alibi_slope(const attention_args & a, int head);
 
+// Writes n elements as a row in scales of least error (least_error.h). All bodies have the same bits.
+struct least_error_writers {
+    using write_fn = void (*)(const float * x, void * row, int64_t n);
+
+    write_fn q4_0;
+    write_fn q5_0;
+};
+
+const least_error_writers * least_error_any();
+const least_error_writers * least_error_avx512();
+
 struct attention_kernels {
     const char * name;
     bool (*supported)(); // by processor and operating system
@@ -111,6 +122,7 @@ struct attention_kernels {
     // Writes the output of one item's rows from the partial results of n chunks of keys, in order.
     void (*merge)(const attention_item & first, int n_chunks, size_t chunk_stride);
     void (*rotate)(float * x, int64_t n, int edge);
+    const least_error_writers * (*least_error)();
     // Fills taken of the item's only query and KV head. nullptr: it reads all pages.
     void (*choose)(const attention_item & item);
     // attention_sketch(); nullptr where `choose` is

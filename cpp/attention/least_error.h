@@ -20,7 +20,7 @@ struct q5_0_integers {
     static constexpr float first = -16.45f, second = -16.15f, third = -15.85f, fourth = -15.55f;
 };
 
-// n: elements, a multiple of 32. The same bits on every machine that rounds products by themselves (x86-64).
+// n: elements, a multiple of 32. The same bits on every machine.
 void q4_0_from_float(const float * x, void * row, int64_t n);
 void q5_0_from_float(const float * x, void * row, int64_t n);
 

@@ -80,36 +80,49 @@ struct softmax_of {
         sum += L::sum(total);
     }
 
-    // As update(), of R <= 4 rows that see a whole block with nothing added to their scores: their latencies
-    // overlap. The same bits. False, with nothing changed: update() has to take each row.
+    // As update(), of R <= 4 rows whose scores have no cap and no more added to them than masks: their latencies
+    // overlap. The same bits.
     template <int R>
-    [[gnu::noinline]] static bool update_together(float * s, float * max, float * sum, float * acc, int64_t d_v) {
-        constexpr int n = key_block / L::width;
-        V             top[4], total[4];
-        float         highest[4], more[4];
+    [[gnu::noinline]] static void update_together(const row_rule (&rules)[R], float * s, int n, float * max,
+                                                  float * sum, float * acc, int64_t d_v) {
+        const int padded = int(round_up(n, L::width));
+        V         top[4], total[4];
+        float     highest[4], more[4];
+        bool      any_hidden = false;
         for (int r = 0; r < 4; r++) {
             top[r] = total[r] = L::zero();
         }
         for (int r = 0; r < R; r++) {
+            float * row = s + r * key_block;
+            for (int j = 0; rules[r].mask && j < padded; j += L::width) {
+                L::store(row + j, L::fma(L::set(rules[r].slope), L::load_half(rules[r].mask + j), L::load(row + j)));
+            }
+            for (int j = n; j < padded; j++) {
+                row[j] = -INFINITY;
+            }
             top[r] = L::set(max[r]);
-            for (int j = 0; j < n; j++) {
-                top[r] = L::max(top[r], L::load(s + r * key_block + j * L::width));
+            for (int j = 0; j < padded; j += L::width) {
+                top[r] = L::max(top[r], L::load(row + j));
             }
         }
         L::highest_of_four(top, highest);
         for (int r = 0; r < R; r++) {
-            if (!(highest[r] > -INFINITY)) {
-                return false;
+            any_hidden |= !(highest[r] > -INFINITY);
+        }
+        if (any_hidden) {
+            for (int r = 0; r < R; r++) { // masks are added
+                update({}, s + r * key_block, n, max[r], sum[r], acc + r * d_v, d_v);
             }
+            return;
         }
         for (int r = 0; r < R; r++) {
             if (highest[r] > max[r]) {
                 sums::rescale(highest[r], max[r], sum[r], acc + r * d_v, d_v);
             }
         }
-        for (int j = 0; j < n; j++) {
+        for (int j = 0; j < padded; j += L::width) {
             for (int r = 0; r < R; r++) {
-                float * at = s + r * key_block + j * L::width;
+                float * at = s + r * key_block + j;
                 const V p  = L::exp2(L::add(L::load(at), L::set(-highest[r])));
                 L::store(at, p);
                 total[r] = L::add(total[r], p);
@@ -119,7 +132,6 @@ struct softmax_of {
         for (int r = 0; r < R; r++) {
             sum[r] += more[r];
         }
-        return true;
     }
 };
 

@@ -99,13 +99,19 @@ struct tile {
         if constexpr (L::updates_together && R > 1) {
             const attention_args & a     = *w.args;
             const int              group = a.n_head / a.n_head_kv;
-            bool plain = span.n == key_block && a.logit_softcap == 0.0f && !span.inverse_probability &&
-                         span.segment->n_pairs == 0;
-            for (int i = row / group; plain && i <= (row + R - 1) / group; i++) {
-                plain = span.states[i] == all_plain;
+            const auto             state = [&](int r) { return span.states[(row + r) / group]; };
+            bool                   suits = a.logit_softcap == 0.0f && !span.inverse_probability;
+            for (int r = 0; suits && r < R; r++) {
+                suits = state(r) == all_plain || (state(r) == mixed && span.n % L::width == 0); // reads a whole mask
             }
-            if (plain && softmax::template update_together<R>(s, m.max + row, m.sum + row, m.acc + row * m.d_v_padded,
-                                                              m.d_v_padded)) {
+            if (suits) {
+                row_rule rules[R];
+                for (int r = 0; r < R; r++) {
+                    add_pairs(w, head, span, row + r, s + r * key_block);
+                    rules[r] = rule_of(w, span, head, row + r);
+                }
+                softmax::template update_together<R>(rules, s, span.n, m.max + row, m.sum + row,
+                                                     m.acc + row * m.d_v_padded, m.d_v_padded);
                 return;
             }
         }
@@ -311,8 +317,8 @@ struct tile {
             }
             product_of<L>::template multiply<false>(rows, static_cast<const float *>(m.q) + row * d, d, k, ld, s,
                                                     key_block, int(d), int(round_up(span.n, L::width)));
-            for (int r = 0; r < rows; r++) {
-                softmax_row(w, head, m, span, row + r, s + r * key_block);
+            for (int r = 0; r < rows; r += 4) {
+                with_rows(rows - r, [&](auto R) { softmax_quad<R>(w, head, m, span, row + r, s + r * key_block); });
             }
             product_of<L>::template multiply<true>(rows, s, key_block, v, d_v, m.acc + row * m.d_v_padded, m.d_v_padded,
                                                    span.n, int(d_v));

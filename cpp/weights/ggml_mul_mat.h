@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "elementwise/ggml_elementwise.h"
 #include "weights.h"
 
 // The type of these rows as they lie in memory, or -1: those of other buffers with a layout of their own, and rows in
@@ -223,7 +224,9 @@ static inline int weights_compute_forward(struct ggml_compute_params * params, c
 
     struct ggml_tensor * first = graph->nodes[i_node];
     if (params->use_ref || !weights_take(first)) {
-        ggml_compute_forward(params, first);
+        if (params->use_ref || !geglu_compute_forward(params, first)) {
+            ggml_compute_forward(params, first);
+        }
         return 0;
     }
     char * const packed = (char *)params->wdata + -(uintptr_t)params->wdata % WEIGHTS_ALIGNMENT;

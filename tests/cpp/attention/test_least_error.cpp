@@ -1,5 +1,6 @@
 // Rows of Q4_0 and Q5_0 in scales of least error: beside ggml's own, and what becomes of rows that no model has.
 
+#include "attention/kernel.h"
 #include "attention/least_error.h"
 
 #include "attention/simd/half.h"
@@ -116,9 +117,38 @@ struct tests {
     }
 };
 
+// Wide vectors write what narrow ones do, bit for bit.
+void same_bytes(mixedkv::least_error_writers::write_fn write, mixedkv::least_error_writers::write_fn as, int bytes) {
+    test::rng r(2);
+    for (int kind = 0; kind < 4; kind++) {
+        std::vector<float> x = test::gauss(1 << 14, 1.0f);
+        for (size_t i = 0; i < x.size(); i++) {
+            const float sizes[] = { x[i], std::ldexp(x[i], int(r.below(60)) - 30), float(int(r.below(16)) - 8), 0.0f };
+            x[i]                = sizes[kind == 3 ? r.below(4) : kind];
+        }
+        std::vector<uint8_t> rows[2];
+        for (auto & to : rows) {
+            to.resize(x.size() / n_block * bytes);
+            (&to == rows ? write : as)(x.data(), to.data(), int64_t(x.size()));
+        }
+        CHECK(rows[0] == rows[1]);
+    }
+}
+
+void all_have_the_same_bytes() {
+#ifdef __x86_64__
+    if (mixedkv::cpu_has_avx512()) {
+        const auto &wide = *mixedkv::least_error_avx512(), &any = *mixedkv::least_error_any();
+        same_bytes(wide.q4_0, any.q4_0, mixedkv::q4_0_integers::bytes);
+        same_bytes(wide.q5_0, any.q5_0, mixedkv::q5_0_integers::bytes);
+    }
+#endif
+}
+
 } // namespace
 
 int main() {
+    all_have_the_same_bytes();
     using namespace mixedkv;
     tests<q4_0_integers>{ { q4_0_from_float, to_float<q4_0_integers> } }.run();
     tests<q5_0_integers>{ { q5_0_from_float, to_float<q5_0_integers> } }.run();
