@@ -161,6 +161,7 @@ static inline struct weights_product weights_product_of(const struct ggml_tensor
         .out        = dst->data,
         .out_bytes  = dst->nb[1],
         .wanted     = wanted ? *wanted : NULL,
+        .n_packed   = ggml_nrows(dst->src[1]),
     };
     return res;
 }

@@ -109,24 +109,35 @@ bool by_bf16(int64_t n_columns) {
     return chosen().bf16 && n_columns >= WEIGHTS_BF16_COLUMNS;
 }
 
-// Null where llama.cpp makes the product. Of columns that are chosen few go to one product and many to another; they
-// are packed for the body of few, whose layout tiles take as it is.
-const weights_kernels * body_of(int type, int64_t n_columns, bool are_chosen) {
+const weights_kernels * integers_of(int type, int64_t n_columns) {
+    return by_tiles(type, n_columns) ? chosen().tiles : chosen().quantised;
+}
+
+// Null where llama.cpp makes the product
+const weights_kernels * body_of(int type, int64_t n_columns) {
     if (is_half(type)) {
         return n_columns == 1 ? chosen().f16_one : n_columns >= WEIGHTS_F16_COLUMNS ? chosen().f16_many : nullptr;
     }
     if (!is_read(type)) {
         return nullptr;
     }
-    if (by_bf16(n_columns) && !are_chosen) {
-        return chosen().bf16;
-    }
-    return by_tiles(type, n_columns) ? chosen().tiles : chosen().quantised;
+    return by_bf16(n_columns) ? chosen().bf16 : integers_of(type, n_columns);
 }
 
-// That these columns are packed for
+// That these columns are packed for. Of columns that are chosen few go to one product and many to another: they are
+// packed for the body of few, whose layout tiles take as it is, and behind that for BF16 if it is asked for.
 const weights_kernels * packed_by(const weights_columns & columns) {
-    return columns.are_chosen ? chosen().quantised : body_of(columns.type, columns.n_columns, false);
+    return columns.are_chosen ? chosen().quantised : body_of(columns.type, columns.n_columns);
+}
+
+bool are_packed_twice(const weights_columns & columns) {
+    return columns.are_chosen && by_bf16(columns.n_columns);
+}
+
+// Bytes of columns as packed by packed_by(), up to where they lie for BF16
+size_t first_bytes(int type, int64_t n_elements, int64_t n_columns) {
+    const size_t bytes = chosen().quantised->columns_bytes(type, n_elements, n_columns);
+    return (bytes + WEIGHTS_ALIGNMENT - 1) / WEIGHTS_ALIGNMENT * WEIGHTS_ALIGNMENT;
 }
 
 // Rows that are not wanted
@@ -154,15 +165,25 @@ const weights_kernels * find_weights(const char * name, bool of_halves) {
 using namespace mixedkv;
 
 bool weights_supported(int type, int64_t n_columns) {
-    return body_of(type, n_columns, false);
+    return body_of(type, n_columns);
 }
 
 size_t weights_columns_bytes(const weights_columns * columns) {
-    return packed_by(*columns)->columns_bytes(columns->type, columns->n_elements, columns->n_columns);
+    const weights_columns & c = *columns;
+    if (are_packed_twice(c)) {
+        return first_bytes(c.type, c.n_elements, c.n_columns) +
+               chosen().bf16->columns_bytes(c.type, c.n_elements, c.n_columns);
+    }
+    return packed_by(c)->columns_bytes(c.type, c.n_elements, c.n_columns);
 }
 
 void weights_pack(const weights_columns * columns, const float * x, int64_t column, int64_t first, int64_t n) {
     packed_by(*columns)->pack(*columns, x, column, first, n);
+    if (are_packed_twice(*columns)) {
+        weights_columns again = *columns;
+        again.packed = static_cast<char *>(again.packed) + first_bytes(again.type, again.n_elements, again.n_columns);
+        chosen().bf16->pack(again, x, column, first, n);
+    }
 }
 
 bool weights_packed_alike(int a, int b, int64_t n_columns) {
@@ -203,24 +224,34 @@ size_t weights_work_bytes(const weights_columns * columns) {
     // Which columns are chosen is known only when it runs, and one may be chosen twice, so more than there are. Ask for
     // any number: the kernel limits it to a tile.
     const int64_t any = std::numeric_limits<int32_t>::max();
-    return (chosen().tiles ? chosen().tiles : chosen().quantised)->work_bytes(columns->n_elements, any);
+    size_t        res = 0;
+    for (const weights_kernels * body : { chosen().quantised, chosen().tiles, chosen().bf16 }) {
+        res = std::max(res, body ? body->work_bytes(columns->n_elements, any) : 0);
+    }
+    return res;
 }
 
 void weights_run(const weights_product * product, void * work, int64_t row_0, int64_t row_1) {
-    const auto run = body_of(product->type, product->n_columns, product->chosen)->run;
-    if (!product->wanted) {
-        return run(*product, work, row_0, row_1);
+    weights_product         p    = *product;
+    const weights_kernels * body = body_of(p.type, p.n_columns);
+    if (p.chosen && !by_bf16(p.n_packed)) {
+        body = integers_of(p.type, p.n_columns);
+    } else if (p.chosen && by_bf16(p.n_columns)) {
+        p.columns = static_cast<const char *>(p.columns) + first_bytes(p.type, p.n_elements, p.n_packed);
     }
-    const auto is_wanted = [&](int64_t row) { return product->wanted[row / WEIGHTS_ROWS] != 0; };
+    if (!p.wanted) {
+        return body->run(p, work, row_0, row_1);
+    }
+    const auto is_wanted = [&](int64_t row) { return p.wanted[row / WEIGHTS_ROWS] != 0; };
     for (int64_t r = row_0, end; r < row_1; r = end) {
         for (end = r + WEIGHTS_ROWS; end < row_1 && is_wanted(end) == is_wanted(r);) {
             end += WEIGHTS_ROWS;
         }
         end = std::min(end, row_1);
         if (is_wanted(r)) {
-            run(*product, work, r, end);
+            body->run(p, work, r, end);
         } else {
-            fill(*product, r, end);
+            fill(p, r, end);
         }
     }
 }

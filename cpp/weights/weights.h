@@ -64,8 +64,9 @@ struct weights_product {
     // minus infinity then.
     const uint32_t * wanted;
 
-    // Quantised rows alone, null: n_columns pairs, which of the packed columns and which column of out
+    // Quantised rows alone, null: n_columns pairs, which of the n_packed columns and which column of out
     const int32_t * chosen;
+    int64_t         n_packed;
 };
 
 // A node of ggml's that is a product has the address of `wanted` from here on in its op_params, or zeros.

@@ -70,6 +70,33 @@ void pack_blocks(const weights_columns & columns, const float * x, int64_t colum
     }
 }
 
+// Of columns that are chosen a product takes any, so they are packed one after the other, and gathered for each
+// product.
+void pack_apart(const weights_columns & columns, const float * x, int64_t column, int64_t first, int64_t n) {
+    auto * to = static_cast<__m512i *>(columns.packed) + column * (columns.n_elements / WEIGHTS_BLOCK) + first;
+    for (int64_t b = 0; b < n; b++, x += WEIGHTS_BLOCK) {
+        _mm512_store_si512(to + b, amx_bf16::rounded(_mm512_loadu_ps(x), _mm512_loadu_ps(x + 16)));
+    }
+}
+
+constexpr int64_t most_gathered = 256; // columns
+
+size_t gathered_bytes(int64_t n_elements, int64_t n_columns) {
+    return size_t(n_columns + pair_lanes - 1) / pair_lanes * (n_elements / WEIGHTS_BLOCK) * sizeof(tile_pair<amx_bf16>);
+}
+
+// Past the last column of a block whatever is there: its products are not written.
+void gather(const weights_product & p, int64_t column, int64_t n_columns, tile_pair<amx_bf16> * out) {
+    const int64_t n_blocks = p.n_elements / WEIGHTS_BLOCK;
+    for (int64_t c = 0; c < n_columns; c++) {
+        const auto * in = static_cast<const __m512i *>(p.columns) + p.chosen[2 * (column + c)] * n_blocks;
+        tile_pair<amx_bf16> * const to = out + c / pair_lanes * n_blocks;
+        for (int64_t b = 0; b < n_blocks; b++) {
+            _mm512_store_si512(to[b].tiles[c / lanes % 2][0] + c % lanes * 64, _mm512_load_si512(in + b));
+        }
+    }
+}
+
 // 64 bytes of 16 rows: dword i of each into vector i
 inline void transpose(const char * const * rows, __m512i out[16]) {
     for (int quarter = 0; quarter < 4; quarter++) {
@@ -252,13 +279,20 @@ template <class Row>
 void run_rows(decltype(&unpack_halves<Row>) unpack, const weights_product & p, void * memory, int64_t row_0,
               int64_t row_1) {
     using work_of               = amx_work<Row>;
-    constexpr int64_t most_rows = work_of::row_pairs * pair_lanes, most_columns = work_of::column_pairs * pair_lanes;
+    constexpr int64_t most_rows = work_of::row_pairs * pair_lanes;
 
-    const int64_t      n_blocks = p.n_elements / WEIGHTS_BLOCK;
-    work_of &          work     = *static_cast<work_of *>(memory);
+    const int64_t      n_blocks     = p.n_elements / WEIGHTS_BLOCK;
+    const int64_t      most_columns = p.chosen ? most_gathered : work_of::column_pairs * pair_lanes;
+    work_of &          work         = *static_cast<work_of *>(memory);
+    auto * const       gathered     = reinterpret_cast<tile_pair<Row> *>(&work + 1);
     const tile_session session;
     for (int64_t column = 0; column < p.n_columns; column += most_columns) {
         const int64_t n_columns = std::min(p.n_columns - column, most_columns);
+        if constexpr (std::is_same_v<Row, amx_bf16>) {
+            if (p.chosen) {
+                gather(p, column, n_columns, gathered);
+            }
+        }
         for (int64_t row = row_0; row < row_1; row += most_rows) {
             const int64_t n_rows  = std::min(row_1 - row, most_rows);
             const int     n_lines = int(sizeof(tile_pair<Row>) / 64 / ((n_rows + pair_lanes - 1) / pair_lanes));
@@ -270,8 +304,10 @@ void run_rows(decltype(&unpack_halves<Row>) unpack, const weights_product & p, v
                 }
                 memory_is_used();
                 for (int64_t c = 0; c < n_columns; c += pair_lanes) {
-                    const auto * columns = pair_of<Row>(const_cast<void *>(p.columns), p.n_elements, column + c, block);
-                    const char * next    = reinterpret_cast<const char *>(columns + n_blocks);
+                    const auto * columns =
+                        p.chosen ? gathered + c / pair_lanes * n_blocks + block
+                                 : pair_of<Row>(const_cast<void *>(p.columns), p.n_elements, column + c, block);
+                    const char * next = reinterpret_cast<const char *>(columns + n_blocks);
                     for (int64_t r = 0; r < n_rows; r += pair_lanes, next += n * n_lines * 64) {
                         work.multiply(columns, int(c / pair_lanes), int(r / pair_lanes), n, block == 0, next, n_lines);
                     }
@@ -291,12 +327,15 @@ void pack(const weights_columns & columns, const float * x, int64_t column, int6
     if (columns.type == WEIGHTS_F16) {
         return pack_blocks<amx_f16>(columns, x, column, first, n);
     }
+    if (columns.are_chosen) {
+        return pack_apart(columns, x, column, first, n);
+    }
     pack_blocks<amx_bf16>(columns, x, column, first, n);
 }
 
-size_t work_bytes(int64_t, int64_t) {
+size_t work_bytes(int64_t n_elements, int64_t n_chosen) {
     static_assert(sizeof(amx_work<amx_bf16>) == sizeof(amx_work<amx_f16>));
-    return sizeof(amx_work<amx_f16>);
+    return sizeof(amx_work<amx_f16>) + gathered_bytes(n_elements, std::min(n_chosen, most_gathered));
 }
 
 void run(const weights_product & p, void * work, int64_t row_0, int64_t row_1) {

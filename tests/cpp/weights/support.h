@@ -192,8 +192,8 @@ struct problem {
     }
 
     weights_product product(const void * packed_columns, int64_t n, float * out, const int32_t * chosen) const {
-        return { type,    n_elements, n_rows, n, rows.data(), row_bytes, packed_columns, out, n_rows * sizeof(float),
-                 nullptr, chosen };
+        return { type,    n_elements, n_rows,   n, rows.data(), row_bytes, packed_columns, out, n_rows * sizeof(float),
+                 nullptr, chosen,     n_columns };
     }
 
     // Of `n` columns from `first` on, in calls of `at_once` rows
@@ -277,7 +277,7 @@ struct f16_problem {
         return { type,    n_elements,  n_rows,
                  n,       rows.data(), size_t(n_elements) * 2,
                  packed,  out,         n_rows * sizeof(float),
-                 nullptr, nullptr };
+                 nullptr, nullptr,     0 };
     }
 
     // In calls of `at_once` rows

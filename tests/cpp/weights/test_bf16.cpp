@@ -5,6 +5,7 @@
 #include "support.h"
 
 #include "check.h"
+#include "environment.h"
 
 #include <cmath>
 
@@ -117,6 +118,41 @@ void a_column_has_the_same_bits_in_any_batch(const named_type & of) {
     }
 }
 
+// Of columns that are chosen, some of them twice, products are those of the same columns packed for them alone; few are
+// multiplied as integers.
+void columns_may_be_chosen(const named_type & of) {
+    const float_problem p(of.type, 512, 40, 90);
+    weights_columns     columns = { of.type, true, 512, 90, nullptr, quantise };
+    const auto          packed  = lines(weights_columns_bytes(&columns));
+    columns.packed              = packed.get();
+    for (int64_t c = 0; c < p.rows.n_columns; c++) {
+        weights_pack(&columns, p.columns.data() + c * 512, c, 0, 5);
+        weights_pack(&columns, p.columns.data() + c * 512 + 5 * WEIGHTS_BLOCK, c, 5, 11);
+    }
+    const auto work = lines(weights_work_bytes(&columns));
+    for (const int32_t n : { 1, 17, WEIGHTS_BF16_COLUMNS, 255, 300 }) {
+        std::vector<int32_t> pairs;
+        float_problem        apart = p;
+        apart.columns.clear();
+        apart.rows.n_columns = n;
+        for (int32_t i = 0; i < n; i++) {
+            const int32_t from = i * 37 % 90;
+            pairs.insert(pairs.end(), { from, n - 1 - i });
+            apart.columns.insert(apart.columns.end(), p.columns.begin() + from * 512,
+                                 p.columns.begin() + (from + 1) * 512);
+        }
+        std::vector<float> got(size_t(n) * 40);
+        weights_product    product = p.rows.product(packed.get(), n, got.data(), pairs.data());
+        weights_run(&product, work.get(), 0, 32);
+        weights_run(&product, work.get(), 32, 40);
+        const bool               in_bf16 = n >= WEIGHTS_BF16_COLUMNS;
+        const std::vector<float> own     = apart.run(in_bf16 ? *body : *weights_scalar());
+        for (int32_t i = 0; i < n; i++) {
+            CHECK(std::equal(own.begin() + i * 40, own.begin() + (i + 1) * 40, got.begin() + (n - 1 - i) * 40));
+        }
+    }
+}
+
 void nan_stays_nan(const named_type & of) {
     float_problem  p(of.type, 512, 16, 33);
     const uint32_t bits = 0x7fffffff;
@@ -142,10 +178,12 @@ int main() {
         std::printf("bf16: not on this machine\n");
         return 77;
     }
+    test::set_variable("MIXEDKV_WEIGHTS", "bf16");
     for (const named_type & of : types) {
         is_nearer_than_integers(of);
         shapes(of);
         a_column_has_the_same_bits_in_any_batch(of);
+        columns_may_be_chosen(of);
         nan_stays_nan(of);
     }
 }
