@@ -81,7 +81,7 @@ struct softmax_of {
     }
 
     // As update(), of R <= 4 rows whose scores have no cap and no more added to them than masks: their latencies
-    // overlap. The same bits.
+    // overlap. The same bits, where scores are numbers.
     template <int R>
     [[gnu::noinline]] static void update_together(const row_rule (&rules)[R], float * s, int n, float * max,
                                                   float * sum, float * acc, int64_t d_v) {

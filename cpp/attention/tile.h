@@ -102,7 +102,8 @@ struct tile {
             const auto             state = [&](int r) { return span.states[(row + r) / group]; };
             bool                   suits = a.logit_softcap == 0.0f && !span.inverse_probability;
             for (int r = 0; suits && r < R; r++) {
-                suits = state(r) == all_plain || (state(r) == mixed && span.n % L::width == 0); // reads a whole mask
+                suits = state(r) == all_plain ||
+                        (state(r) == mixed && span.n % L::width == 0); // a mask is read 16 at a time
             }
             if (suits) {
                 row_rule rules[R];

@@ -1,5 +1,5 @@
-// The row of a GEGLU node, gelu(x) times g, with the bits of ggml's own: it has a table of GELU for numbers in F16.
-// Here several entries are fetched at a time, where the instruction set that is compiled for has such an instruction.
+// The row of a GEGLU node, gelu(x) times g, with the bits of ggml's own; NaN stays NaN. ggml has a table of GELU for
+// numbers in F16. Here several entries are fetched at a time, where the processor that is compiled for can do that.
 
 #pragma once
 
@@ -41,7 +41,7 @@ static inline void geglu_lanes(const uint16_t * table, float * y, const float * 
 }
 #endif
 
-// Reads two bytes behind an entry of the table: a number under 10 is none of its last ones.
+// Reads two bytes behind an entry of the table. The last entry that is fetched is that of -10, number 0xc900.
 static inline void geglu_row(const uint16_t * table, int64_t n, float * y, const float * x, const float * g) {
     int64_t i = 0;
     for (; i + GEGLU_LANES <= n; i += GEGLU_LANES) {

@@ -5,9 +5,16 @@
 #include "geglu.h"
 #include "rms_norm.h"
 
+// With a name of its own in a profile
+#ifdef __GNUC__
+#define ELEMENTWISE_NODE static __attribute__((noinline))
+#else
+#define ELEMENTWISE_NODE static
+#endif
+
 #ifdef GEGLU_ROW
-// This thread's share of a GEGLU node in F32. False, with nothing done: it is none.
-static inline bool geglu_compute_forward(const struct ggml_compute_params * params, struct ggml_tensor * dst) {
+// This thread's share of a GEGLU node in F32. False for any other node, which ggml computes.
+ELEMENTWISE_NODE bool geglu_compute_forward(const struct ggml_compute_params * params, struct ggml_tensor * dst) {
     const struct ggml_tensor * x = dst->src[0];
     if (dst->op != GGML_OP_GLU || ggml_get_glu_op(dst) != GGML_GLU_OP_GEGLU || x->type != GGML_TYPE_F32) {
         return false;
@@ -37,8 +44,8 @@ static inline bool geglu_compute_forward(const struct ggml_compute_params * para
 #endif
 
 // This thread's share of an RMS norm and of its product with weights, `mul`
-static inline void rms_norm_mul_compute_forward(const struct ggml_compute_params * params,
-                                                const struct ggml_tensor * norm, struct ggml_tensor * mul) {
+ELEMENTWISE_NODE void rms_norm_mul_compute_forward(const struct ggml_compute_params * params,
+                                                   const struct ggml_tensor * norm, struct ggml_tensor * mul) {
     const struct ggml_tensor * x       = norm->src[0];
     const struct ggml_tensor * weights = mul->src[mul->src[0] == norm];
     GGML_ASSERT(ggml_are_same_shape(x, mul) && x->nb[0] == sizeof(float));

@@ -222,7 +222,7 @@ size_t weights_work_bytes(const weights_columns * columns) {
         return packed_by(*columns)->work_bytes(columns->n_elements, 0);
     }
     // Which columns are chosen is known only when it runs, and one may be chosen twice, so more than there are. Ask for
-    // any number: the kernel limits it to a tile.
+    // any number: a body gathers so many at a time.
     const int64_t any = std::numeric_limits<int32_t>::max();
     size_t        res = 0;
     for (const weights_kernels * body : { chosen().quantised, chosen().tiles, chosen().bf16 }) {
@@ -232,11 +232,10 @@ size_t weights_work_bytes(const weights_columns * columns) {
 }
 
 void weights_run(const weights_product * product, void * work, int64_t row_0, int64_t row_1) {
-    weights_product         p    = *product;
-    const weights_kernels * body = body_of(p.type, p.n_columns);
-    if (p.chosen && !by_bf16(p.n_packed)) {
-        body = integers_of(p.type, p.n_columns);
-    } else if (p.chosen && by_bf16(p.n_columns)) {
+    weights_product p       = *product;
+    const bool      in_bf16 = by_bf16(p.n_columns) && (!p.chosen || by_bf16(p.n_packed));
+    const auto *    body    = p.chosen && !in_bf16 ? integers_of(p.type, p.n_columns) : body_of(p.type, p.n_columns);
+    if (p.chosen && in_bf16) {
         p.columns = static_cast<const char *>(p.columns) + first_bytes(p.type, p.n_elements, p.n_packed);
     }
     if (!p.wanted) {

@@ -64,7 +64,8 @@ struct weights_product {
     // minus infinity then.
     const uint32_t * wanted;
 
-    // Quantised rows alone, null: n_columns pairs, which of the n_packed columns and which column of out
+    // Null: all columns in order. Otherwise, with quantised rows alone, n_columns pairs: which of the n_packed columns
+    // is multiplied, and to which column of out it goes
     const int32_t * chosen;
     int64_t         n_packed;
 };

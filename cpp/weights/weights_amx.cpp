@@ -154,7 +154,7 @@ MIXEDKV_INLINE void add_products(const tile_pair<Row> & columns, const tile_pair
 
 // What a thread works on: some rows, unpacked for some blocks, and their sums with some columns. A block of columns is
 // read from the first cache for most of the rows, all else from the second, into which the next columns are fetched
-// meanwhile: all of them are more than it holds.
+// meanwhile: all of them are more than it holds. Behind it lie columns that were gathered.
 template <class Row>
 struct amx_work {
     static constexpr int row_pairs    = 8;

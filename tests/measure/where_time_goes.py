@@ -31,7 +31,7 @@ _KINDS = (
     ("rounding columns", r"quantize_row|weights_pack|quantize_mat"),
     ("waiting, system", r"\[k\]|barrier|thread_wait|syscall|ggml_graph_compute_.*thread"),
     ("attention, KV rows", r"mixedkv|flash_attn|ggml_compute_forward_(soft_max|set_rows|cpy|dup)"),
-    ("norms, RoPE, sums", r"ggml_compute_forward|ggml_vec_|unary|binary_op|apply_"),
+    ("norms, RoPE, sums", r"(ggml|geglu|rms_norm_mul)_compute_forward|ggml_vec_|unary|binary_op|apply_"),
     ("Python", r"python|numpy"),
 )
 _OTHER = "other"

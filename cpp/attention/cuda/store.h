@@ -1,5 +1,5 @@
 // Stores K and V of a micro-batch: scaled, rotated, in the type of the cold rows, and rounded to F16 for the ring. The
-// same bits as on a CPU that rounds products by themselves (x86-64): of Q4_0 and Q5_0 those of least_error.cpp where
+// same bits as on a CPU that rounds products by themselves (x86-64): of Q4_0 and Q5_0 those of least_error_body.h where
 // there is a ring, and llama.cpp's where there is none. Numbers that F16 cannot hold become its largest.
 
 #pragma once

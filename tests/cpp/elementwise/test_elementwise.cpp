@@ -1,5 +1,5 @@
-// GEGLU and RMS norm with weights have the bits of ggml's own, which a backend computes where it is told to use its
-// reference.
+// GEGLU and RMS norm with weights have the bits of ggml's own, but for those of NaN. A backend computes ggml's own
+// where it is told to use its reference.
 
 #include "check.h"
 #include "ggml-alloc.h"

@@ -118,11 +118,11 @@ void a_column_has_the_same_bits_in_any_batch(const named_type & of) {
     }
 }
 
-// Of columns that are chosen, some of them twice, products are those of the same columns packed for them alone; few are
-// multiplied as integers.
-void columns_may_be_chosen(const named_type & of) {
-    const float_problem p(of.type, 512, 40, 90);
-    weights_columns     columns = { of.type, true, 512, 90, nullptr, quantise };
+// Of columns that are chosen, some of them twice, products are those of the same columns packed for them alone. Where
+// there are few, or few are packed, they are multiplied as integers.
+void columns_may_be_chosen(const named_type & of, int n_packed) {
+    const float_problem p(of.type, 512, 40, n_packed);
+    weights_columns     columns = { of.type, true, 512, n_packed, nullptr, quantise };
     const auto          packed  = lines(weights_columns_bytes(&columns));
     columns.packed              = packed.get();
     for (int64_t c = 0; c < p.rows.n_columns; c++) {
@@ -136,7 +136,7 @@ void columns_may_be_chosen(const named_type & of) {
         apart.columns.clear();
         apart.rows.n_columns = n;
         for (int32_t i = 0; i < n; i++) {
-            const int32_t from = i * 37 % 90;
+            const int32_t from = i * 37 % n_packed;
             pairs.insert(pairs.end(), { from, n - 1 - i });
             apart.columns.insert(apart.columns.end(), p.columns.begin() + from * 512,
                                  p.columns.begin() + (from + 1) * 512);
@@ -145,7 +145,7 @@ void columns_may_be_chosen(const named_type & of) {
         weights_product    product = p.rows.product(packed.get(), n, got.data(), pairs.data());
         weights_run(&product, work.get(), 0, 32);
         weights_run(&product, work.get(), 32, 40);
-        const bool               in_bf16 = n >= WEIGHTS_BF16_COLUMNS;
+        const bool               in_bf16 = n >= WEIGHTS_BF16_COLUMNS && n_packed >= WEIGHTS_BF16_COLUMNS;
         const std::vector<float> own     = apart.run(in_bf16 ? *body : *weights_scalar());
         for (int32_t i = 0; i < n; i++) {
             CHECK(std::equal(own.begin() + i * 40, own.begin() + (i + 1) * 40, got.begin() + (n - 1 - i) * 40));
@@ -183,7 +183,9 @@ int main() {
         is_nearer_than_integers(of);
         shapes(of);
         a_column_has_the_same_bits_in_any_batch(of);
-        columns_may_be_chosen(of);
+        for (const int n_packed : { 20, WEIGHTS_BF16_COLUMNS - 1, 90 }) {
+            columns_may_be_chosen(of, n_packed);
+        }
         nan_stays_nan(of);
     }
 }

@@ -31,6 +31,7 @@ from support.children.weight_products_child import (
 pytestmark = pytest.mark.full
 
 N_ROWS, N_ELEMENTS = 77, 1280  # no whole number of panels; five units of the K types
+N_BF16 = 64  # columns that are multiplied in BF16, where it is asked for
 Products = dict[str, npt.NDArray[np.float32]]
 
 
@@ -103,7 +104,7 @@ def test_a_column_has_the_same_bits_in_any_batch_with_any_threads(
 def test_in_bf16_products_of_many_columns_are_nearer(
     name: str, given: Path, products: Callable[..., Products]
 ) -> None:
-    """Those of few columns, and of experts, are as they were."""
+    """Those of few columns, and of experts to which few go, are as they were."""
     if _core.version()["isa"] != "amx":
         pytest.skip("no AMX, or another body is forced")
     usual, out = products(), products(MIXEDKV_WEIGHTS="bf16")
@@ -116,8 +117,18 @@ def test_in_bf16_products_of_many_columns_are_nearer(
     if f"{name} repacked {N_MANY} 1" in out:
         np.testing.assert_array_equal(out[f"{name} repacked {N_MANY} 1"], got[:, :n_whole])
     few = [f"{name} {n} {n_threads}" for n, n_threads in CASES if n < N_MANY]
-    for key in few + [key for key in usual if key.startswith(f"{name} routed")]:
+    for key in few:
         np.testing.assert_array_equal(out[key], usual[key])
+    for key in (key for key in usual if key.startswith(f"{name} routed")):
+        n_tokens = int(key.split()[-2])
+        experts = routes(n_tokens)
+        are_many = (np.bincount(experts.ravel(), minlength=N_EXPERTS) >= N_BF16)[experts]
+        assert n_tokens < N_MANY or 0 < np.mean(are_many) < 1
+        column = np.arange(experts.size).reshape(experts.shape) // (experts.shape[1] if "True" in key else 1)
+        n_rows = usual[key].shape[-1]
+        rows = experts[:, :, None] * n_rows + np.arange(n_rows)
+        in_bf16 = out[f"{name} {N_ROUTED} 1"][column[:, :, None], rows]
+        np.testing.assert_array_equal(out[key], np.where(are_many[:, :, None], in_bf16, usual[key]))
     for half in HALVES:
         together = f"{half} {N_ROWS} together {N_MANY} 1"
         np.testing.assert_array_equal(out[together], usual[together])
@@ -206,7 +217,7 @@ def test_columns_that_go_to_experts_have_the_bits_of_a_product_with_each(
                 case = f"{name} {kind} {shared} {n_tokens} {n_threads}"
                 if kind == "routed" or case in out:
                     np.testing.assert_array_equal(out[case], expected)
-                    assert relative_error(out[case], stock[case]) < 0.03
+                    assert relative_error(out[case], stock[case]) < 0.04  # both round columns, in other blocks
 
 
 @pytest.mark.parametrize("isa", ["avx512", "avxvnni", "avx2", "scalar"])
