@@ -222,7 +222,7 @@ size_t weights_work_bytes(const weights_columns * columns) {
         return packed_by(*columns)->work_bytes(columns->n_elements, 0);
     }
     // Which columns are chosen is known only when it runs, and one may be chosen twice, so more than there are. Ask for
-    // any number: a body gathers so many at a time.
+    // any number: a body limits it to what it gathers at a time.
     const int64_t any = std::numeric_limits<int32_t>::max();
     size_t        res = 0;
     for (const weights_kernels * body : { chosen().quantised, chosen().tiles, chosen().bf16 }) {
