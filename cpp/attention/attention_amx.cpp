@@ -3,8 +3,7 @@
 
 #include "kernel.h"
 
-#include "sparse/page_choice.h"
-#include "sparse/sketcher.h"
+#include "vector_kernels.h"
 #include "x86/amx_integers.h"
 #include "x86/amx_prefill.h"
 
@@ -34,15 +33,7 @@ void run(const attention_item & w) {
 } // namespace
 
 const attention_kernels * attention_amx() {
-    static constexpr attention_kernels kernels = { "amx",
-                                                   cpu_has_amx,
-                                                   true,
-                                                   run,
-                                                   sums_of<avx512>::merge,
-                                                   rotate,
-                                                   least_error_avx512,
-                                                   page_choice<avx512>::run,
-                                                   sketcher<avx512>::run };
+    static constexpr attention_kernels kernels = kernels_of<avx512>("amx", cpu_has_amx, true, run, least_error_avx512);
     return &kernels;
 }
 

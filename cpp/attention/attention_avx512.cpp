@@ -1,7 +1,6 @@
 #include "kernel.h"
 
-#include "sparse/page_choice.h"
-#include "sparse/sketcher.h"
+#include "vector_kernels.h"
 #include "x86/vnni_bytes.h"
 
 namespace mixedkv {
@@ -17,15 +16,8 @@ void run(const attention_item & w) {
 } // namespace
 
 const attention_kernels * attention_avx512() {
-    static constexpr attention_kernels kernels = { "avx512",
-                                                   cpu_has_avx512,
-                                                   true,
-                                                   run,
-                                                   sums_of<avx512>::merge,
-                                                   rotate,
-                                                   least_error_avx512,
-                                                   page_choice<avx512>::run,
-                                                   sketcher<avx512>::run };
+    static constexpr attention_kernels kernels =
+        kernels_of<avx512>("avx512", cpu_has_avx512, true, run, least_error_avx512);
     return &kernels;
 }
 

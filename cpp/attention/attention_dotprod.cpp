@@ -1,8 +1,7 @@
 #include "kernel.h"
 
 #include "arm/dot_products.h"
-#include "sparse/page_choice.h"
-#include "sparse/sketcher.h"
+#include "vector_kernels.h"
 
 namespace mixedkv {
 namespace {
@@ -17,15 +16,7 @@ void run(const attention_item & w) {
 } // namespace
 
 const attention_kernels * attention_dotprod() {
-    static constexpr attention_kernels kernels = { "dotprod",
-                                                   cpu_has_dotprod,
-                                                   true,
-                                                   run,
-                                                   sums_of<neon>::merge,
-                                                   rotate,
-                                                   least_error_any,
-                                                   page_choice<neon>::run,
-                                                   sketcher<neon>::run };
+    static constexpr attention_kernels kernels = kernels_of<neon>("dotprod", cpu_has_dotprod, true, run);
     return &kernels;
 }
 

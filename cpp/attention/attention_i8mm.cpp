@@ -3,8 +3,7 @@
 #include "kernel.h"
 
 #include "arm/matrix_products.h"
-#include "sparse/page_choice.h"
-#include "sparse/sketcher.h"
+#include "vector_kernels.h"
 
 namespace mixedkv {
 namespace {
@@ -19,15 +18,7 @@ void run(const attention_item & w) {
 } // namespace
 
 const attention_kernels * attention_i8mm() {
-    static constexpr attention_kernels kernels = { "i8mm",
-                                                   cpu_has_i8mm,
-                                                   true,
-                                                   run,
-                                                   sums_of<neon>::merge,
-                                                   rotate,
-                                                   least_error_any,
-                                                   page_choice<neon>::run,
-                                                   sketcher<neon>::run };
+    static constexpr attention_kernels kernels = kernels_of<neon>("i8mm", cpu_has_i8mm, true, run);
     return &kernels;
 }
 

@@ -15,36 +15,33 @@ struct rms_norm_row {
     float *       y;
 };
 
-static inline void rms_norm_write(const struct rms_norm_row * row, int64_t n, float eps, double sum) {
-    const float   mean  = (float)(sum / (double)n);
-    const float   scale = 1.0f / sqrtf(mean + eps);
-    const float * x     = row->x;
-    const float * w     = row->weights;
-    float *       y     = row->y;
+// So many rows of n elements, at most RMS_NORM_ROWS
+static inline void rms_norm_side_by_side(const struct rms_norm_row * rows, int count, int64_t n, float eps) {
+    double sums[RMS_NORM_ROWS] = { 0 };
     for (int64_t i = 0; i < n; i++) {
-        y[i] = x[i] * scale * w[i];
+        for (int r = 0; r < count; r++) {
+            sums[r] += (double)(rows[r].x[i] * rows[r].x[i]);
+        }
+    }
+    for (int r = 0; r < count; r++) {
+        const float   mean  = (float)(sums[r] / (double)n);
+        const float   scale = 1.0f / sqrtf(mean + eps);
+        const float * x     = rows[r].x;
+        const float * w     = rows[r].weights;
+        float *       y     = rows[r].y;
+        for (int64_t i = 0; i < n; i++) {
+            y[i] = x[i] * scale * w[i];
+        }
     }
 }
 
-// Rows of n elements
+// The counts are constants, for which each is compiled.
 static inline void rms_norm_rows(const struct rms_norm_row * rows, int n_rows, int64_t n, float eps) {
     if (n_rows == RMS_NORM_ROWS) {
-        double sums[RMS_NORM_ROWS] = { 0 };
-        for (int64_t i = 0; i < n; i++) {
-            for (int r = 0; r < RMS_NORM_ROWS; r++) {
-                sums[r] += (double)(rows[r].x[i] * rows[r].x[i]);
-            }
-        }
-        for (int r = 0; r < RMS_NORM_ROWS; r++) {
-            rms_norm_write(&rows[r], n, eps, sums[r]);
-        }
+        rms_norm_side_by_side(rows, RMS_NORM_ROWS, n, eps);
         return;
     }
     for (int r = 0; r < n_rows; r++) {
-        double sum = 0;
-        for (int64_t i = 0; i < n; i++) {
-            sum += (double)(rows[r].x[i] * rows[r].x[i]);
-        }
-        rms_norm_write(&rows[r], n, eps, sum);
+        rms_norm_side_by_side(rows + r, 1, n, eps);
     }
 }

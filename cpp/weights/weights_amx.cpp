@@ -81,10 +81,6 @@ void pack_apart(const weights_columns & columns, const float * x, int64_t column
 
 constexpr int64_t most_gathered = 256; // columns
 
-size_t gathered_bytes(int64_t n_elements, int64_t n_columns) {
-    return size_t(n_columns + pair_lanes - 1) / pair_lanes * (n_elements / WEIGHTS_BLOCK) * sizeof(tile_pair<amx_bf16>);
-}
-
 // Past the last column of a block whatever is there: its products are not written.
 void gather(const weights_product & p, int64_t column, int64_t n_columns, tile_pair<amx_bf16> * out) {
     const int64_t n_blocks = p.n_elements / WEIGHTS_BLOCK;
@@ -335,7 +331,7 @@ void pack(const weights_columns & columns, const float * x, int64_t column, int6
 
 size_t work_bytes(int64_t n_elements, int64_t n_chosen) {
     static_assert(sizeof(amx_work<amx_bf16>) == sizeof(amx_work<amx_f16>));
-    return sizeof(amx_work<amx_f16>) + gathered_bytes(n_elements, std::min(n_chosen, most_gathered));
+    return sizeof(amx_work<amx_f16>) + columns_bytes(WEIGHTS_BF16, n_elements, std::min(n_chosen, most_gathered));
 }
 
 void run(const weights_product & p, void * work, int64_t row_0, int64_t row_1) {

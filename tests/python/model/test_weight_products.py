@@ -39,9 +39,9 @@ Products = dict[str, npt.NDArray[np.float32]]
 def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights, and columns of which some elements are far larger than the others."""
     random = np.random.default_rng(7)
+    weights = random.standard_normal((N_ROWS, N_ELEMENTS), np.float32) / 30
     columns = random.standard_normal((N_ROUTED, N_ELEMENTS), np.float32)
     columns[:, ::97] *= 20
-    weights = random.standard_normal((N_ROWS, N_ELEMENTS), np.float32) / 30
     path = tmp_path_factory.mktemp("weights") / "given.npz"
     np.savez(path, columns=columns, weights=weights)
     return path
@@ -217,7 +217,7 @@ def test_columns_that_go_to_experts_have_the_bits_of_a_product_with_each(
                 case = f"{name} {kind} {shared} {n_tokens} {n_threads}"
                 if kind == "routed" or case in out:
                     np.testing.assert_array_equal(out[case], expected)
-                    assert relative_error(out[case], stock[case]) < 0.04  # columns are rounded in two ways
+                    assert relative_error(out[case], stock[case]) < 0.03
 
 
 @pytest.mark.parametrize("isa", ["avx512", "avxvnni", "avx2", "scalar"])
